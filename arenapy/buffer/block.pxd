@@ -234,7 +234,7 @@ cdef inline bint is_readonly(Block block) noexcept:
 cdef int acquire(Block block, bint count) except -1
 cdef void unacquire(Block block) noexcept
 # While a call uses a block: nobody can release it, and a reset retires it, but it is not exported
-# and so not HELD afterwards (unless it was before).
+# and so not HELD afterwards (unless it was before). If it was retired, it is closed then.
 cdef int pin(Block block) except -1
 cdef void unpin(Block block) noexcept
 cdef str why_closed(Block block)

@@ -303,6 +303,7 @@ cdef inline int take_hold(Block block, uint64_t step, uint64_t state) except -1:
 cdef void unpin(Block block) noexcept:
     cdef Block root = root_of(block)
     cdef MemoryOwner owner = root.owner
+    cdef bint over = False
     if root is not block:
         arenapy_sub(&block.word, ONE_EXPORT)
     arenapy_lock_acquire(&owner.lock)       # against whoever marks it HELD
@@ -312,12 +313,16 @@ cdef void unpin(Block block) noexcept:
         if owner.recycles:
             arenapy_count(&owner.n_held, -1)
         elif root.hold.flags & HOLD_RETIRED:
-            arenapy_store(&root.word, HELD)  # it has outlived its frame
+            # Its frame was reset meanwhile, which closes a block that nobody else sees.
+            arenapy_store(&root.word, CLOSED)
+            over = True
         else:
             owner.delist(root.hold)
             drop_hold(owner, root.hold)
             root.hold = NULL
     arenapy_lock_release(&owner.lock)
+    if over:
+        end_hold(<PyObject*>root)
 
 
 cdef inline bint keep_in_place(Block root) noexcept nogil:

@@ -294,7 +294,8 @@ cdef class Bump(Allocator):
             The same Buffer if it is the newest block, no mark is newer and there is room. Otherwise
             a new Buffer with the same contents, and the old one is released. Streams that use the
             old Buffer may continue with the new one: arenapy orders the copy after their earlier
-            work, and their later work after the copy.
+            work, and their later work after the copy. In a scope, a new Buffer belongs to that
+            scope.
 
         Raises
         ------
@@ -522,7 +523,8 @@ cdef class Bump(Allocator):
                 for i in range(named)])
             raise BufferError(
                 f"{held} blocks are held, which this strict reset refuses: {blocks}"
-                f"{', ...' if held > named else ''}; drop their arrays and views first"
+                f"{', ...' if held > named else ''}; drop their arrays and views "
+                "first, and let calls that copy or fill them return"
             )
         record(c, EVENT_RESET, NULL if mark is None else <PyObject*>mark, 0)
         return 0

@@ -92,6 +92,7 @@ cdef class CudaMemory(Ordering):
             if target.block:
                 return copy_bytes(<Block>to, origin.thing, True)
             return copy_bytes(<Block>source, target.thing, False)
+        not_overlapping(target, origin)
         s = one.own_stream() if stream is None else <StreamRef>one.named(stream)
         one.transfer(target, origin, s, stream is None, set())
         return wait_or_keep(s, [target, origin]) if stream is None and target.nbytes else 0
@@ -125,11 +126,6 @@ cdef class CudaMemory(Ordering):
         cdef int state, result
         if to.nbytes == 0:
             return 0
-        if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
-            raise ValueError(
-                f"{said(to.thing)} and {said(source.thing)} overlap, which a device cannot copy; "
-                "copy through another Buffer"
-            )
         state = can_be_used(s, now)
         if to.device_id >= 0 and source.device_id >= 0 and to.device_id != source.device_id:
             to_context, source_context = primary(to.device_id), primary(source.device_id)
@@ -521,7 +517,17 @@ cdef tuple checked_pair(object pair, object stream):
             f"the target has {target.nbytes} bytes and the source has {source.nbytes}; slice the "
             "larger one"
         )
+    not_overlapping(target, source)
     return target, source, memory
+
+
+cdef int not_overlapping(Side to, Side source) except -1:
+    if to.address - source.address < to.nbytes or source.address - to.address < to.nbytes:
+        raise ValueError(
+            f"{said(to.thing)} and {said(source.thing)} overlap, which a device cannot copy; copy "
+            "through another Buffer"
+        )
+    return 0
 
 
 cdef CudaMemory memory_of(object thing):

@@ -16,7 +16,7 @@ cdef class Fence:
 cdef class EventFence(Fence):
     cdef int generation              # the driver's
     cdef void* event
-    cdef object of                   # the driver's id of the stream; None: it is not known
+    cdef object of                   # what tells its stream from others; None: it is not known
 
     cdef int asked(self) noexcept    # what the driver says of it
 

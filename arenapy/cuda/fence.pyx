@@ -10,7 +10,6 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-import weakref
 from collections import deque
 
 from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
@@ -18,8 +17,9 @@ from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
 )
 from arenapy.cuda.stream_ref cimport (
-    CAPTURING, FREE_TO_USE, UNKNOWN, StreamRef, capture_of, free_to_use, handle_here, is_done,
-    is_gone, not_closed, refuse_unless_free, relax, restore_capture_mode, says_captured,
+    CAPTURING, FREE_TO_USE, UNKNOWN, StreamRef, WeakValues, capture_of, elsewhere, free_to_use,
+    handle_here, is_done, is_gone, not_closed, refuse_unless_free, relax, restore_capture_mode,
+    says_captured,
 )
 from arenapy.base.sealed cimport seal
 
@@ -38,7 +38,7 @@ cdef enum:
     FEW = 16                 # retained objects that are looked at each time
 
 cdef dict spare_events = {}          # by context: lists of those that nobody uses
-cdef object graphs = weakref.WeakValueDictionary()   # GraphFences, by capture and stream
+cdef WeakValues graphs = WeakValues.__new__(WeakValues)    # GraphFences, by capture and stream
 
 
 cdef class Fence:
@@ -138,7 +138,10 @@ cdef Fence new_event(StreamRef stream):
     cdef int result
     fence.context, fence.generation = stream.context, generation
     fence.event = event
-    fence.of = stream.id if stream.id and not stream.unnamed else None
+    if stream.id and not stream.unnamed:
+        fence.of = stream.id
+    elif stream.thread and not elsewhere(stream):
+        fence.of = stream.thread, <uintptr_t>stream.context
     not_closed(stream)
     # The handle may be another stream's by now; of one that captures this is not to be asked.
     asked = id and not stream.lasting and not stream.captures()
@@ -232,7 +235,7 @@ cdef Fence new_graph_fence(StreamRef stream):
     fence.shared = flag
     checked(result, "cuGraphRetainUserObject")
     stream.graph, stream.capture = fence, id
-    graphs[key] = fence
+    graphs.put(key, fence)
     return fence
 
 

@@ -81,8 +81,9 @@ class _KernelMemory:
     """Common part of both: a struct with counters in its second line, then the memory."""
 
     _all: Buffer
-    _windows: weakref.WeakSet[_Window]
-    _resets: weakref.WeakSet[_Reset]
+    # Not WeakSets, whose callback is Python code, in which a signal's exception is lost.
+    _windows: set[weakref.ref[_Window]]
+    _resets: set[weakref.ref[_Reset]]
     _fresh: bytes  # what a reset writes to the beginning of the struct
     _first: int  # of the memory, from the struct
     _end: int
@@ -92,7 +93,7 @@ class _KernelMemory:
         # All in one call: a second __init__ that fails or is interrupted changes nothing.
         self.__dict__.update(
             figures, _all=memory, _fresh=fresh, _first=first, _end=memory.nbytes,
-            _windows=weakref.WeakSet(), _resets=weakref.WeakSet(),
+            _windows=set(), _resets=set(),
         )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:
@@ -157,8 +158,8 @@ class _KernelMemory:
         if stream is not None:
             wait_for(stream, self.device_id)
         window = _Window(self._all, at, n)
-        self._windows.add(window)
-        if len(self._resets):  # which has looked for windows already, perhaps
+        self._windows.add(weakref.ref(window, self._windows.discard))
+        if self._resets:  # which has looked for windows already, perhaps
             raise BufferError(f"{self!r} is being reset now; call again after the reset")
         return asbuffer(window)
 
@@ -190,7 +191,9 @@ class _KernelMemory:
         >>> arena.reset()
         """
         here = _Reset()
-        self._resets.add(here)  # before the windows are counted: `buffer` does it the other way
+        self._resets.add(
+            weakref.ref(here, self._resets.discard)
+        )  # before the windows are counted: `buffer` does it the other way
         try:
             n = len(self._windows)
             if n:

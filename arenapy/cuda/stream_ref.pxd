@@ -9,6 +9,13 @@ cdef enum:
     UNKNOWN = 3                      # the driver does not say
 
 
+cdef class WeakValues:
+    cdef dict refs                   # weak ones
+
+    cdef object get(self, object key)    # None: there is none
+    cdef int put(self, object key, object value) except -1
+
+
 # A stream. There is one of these for each that is in use: they are compared by identity.
 cdef class StreamRef:
     cdef void* handle

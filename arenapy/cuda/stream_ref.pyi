@@ -12,6 +12,10 @@ class StreamRef:
     def device_id(self) -> int: ...
 
 @final
+class WeakValues:
+    def forget(self, key: object, ref: object) -> None: ...
+
+@final
 class Named:
     def __cuda_stream__(self) -> tuple[int, int]: ...
 

@@ -88,10 +88,39 @@ cdef enum:
     LOST_FIRST = 700
     LOST_LAST = 719
 
-cdef object known = weakref.WeakValueDictionary()    # by what tells them apart, `generation` first
+# StreamRefs, by what tells them apart, `generation` first.
+cdef WeakValues known = WeakValues.__new__(WeakValues)
 cdef object knowing = threading.RLock()      # the collector may run code that names a stream
 cdef object this_thread = threading.local()
 cdef object threads = itertools.count(1)
+
+
+# ---- what is found by a key ---------------------------------------------------------------
+
+@cython.final
+cdef class WeakValues:
+    """Objects by key, for as long as somebody has them. Internal.
+
+    Unlike weakref's class this is no Python code, in which a signal's exception could come.
+    """
+
+    def __cinit__(self):
+        self.refs = {}
+
+    cdef object get(self, object key):
+        ref = self.refs.get(key)
+        return None if ref is None else ref()
+
+    cdef int put(self, object key, object value) except -1:
+        self.refs[key] = weakref.ref(value, functools.partial(self.forget, key))
+        return 0
+
+    def forget(self, key, ref):
+        if self.refs.get(key) is ref:
+            self.refs.pop(key, None)
+
+
+seal(WeakValues)
 
 
 # ---- the driver's calls ------------------------------------------------------------------
@@ -514,8 +543,7 @@ cdef StreamRef stream_of(object stream, int device_id):
         found.handle, found.context, found.id = handle, context, id
         found.device_id = device
         found.lasting = <uintptr_t>handle == LEGACY
-        with knowing:
-            found = known.setdefault(key, found)
+        found = first_known(key, found)
     found.named_by(stream)
     if keeps is not None and found.owner is None:
         if mine is not None:
@@ -525,6 +553,17 @@ cdef StreamRef stream_of(object stream, int device_id):
         keep(found, stream)
         found.lasting = keeps
         found.ends = keeps and ends_with(stream)
+    return found
+
+
+cdef StreamRef first_known(object key, StreamRef made):
+    """The one of this key: another thread may have been first."""
+    cdef StreamRef found
+    with knowing:
+        found = known.get(key)
+        if found is None:
+            found = made
+            known.put(key, found)
     return found
 
 
@@ -566,7 +605,7 @@ cdef list known_in(void* context):
     cdef StreamRef one
     # A copy of the dict below: to look one up, in another thread or by the collector, may drop what
     # is gone, which is an error in a loop over the items.
-    for key, ref in known.data.copy().items():
+    for key, ref in known.refs.copy().items():
         one = ref()
         if (one is not None and key[0] == generation and one.context == context
                 and (one.lasting or one.of_allocator) and not one.fence):
@@ -589,7 +628,7 @@ cdef StreamRef made_stream(void* context, int device_id, unsigned int flags):
         result = driver.cuStreamGetId(made.handle, &made.id)
     checked(result, "cuStreamGetId")
     with knowing:
-        known[generation, <uintptr_t>context, 0, made.id] = made
+        known.put((generation, <uintptr_t>context, 0, made.id), made)
     return made
 
 
@@ -610,8 +649,7 @@ cdef StreamRef capturing(object stream, void* handle, void* context, int device_
     # All streams of one capture have its number.
     key = (generation, <uintptr_t>context, "capture", id, <uintptr_t>handle,
            <uintptr_t><void*>owner)
-    with knowing:
-        found = known.setdefault(key, found)
+    found = first_known(key, found)
     if owner is not None and found.owner is None:
         keep(found, owner)
     return found
@@ -639,7 +677,7 @@ cdef StreamRef barrier_stream(int device_id):
             if legacy is not None:
                 found.handle, found.context = legacy.handle, legacy.context
             found.lasting = found.fence = True
-            known[key] = found
+            known.put(key, found)
     return found
 
 

@@ -438,7 +438,7 @@ class File:
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes]
     mode: Literal["r", "r+", "c", "w+"] = "r"
     # Allocators ask for more memory whenever they need it. So what the path meant at first counts.
-    _folder: bytes = field(default=b"", init=False, repr=False)  # of a relative path
+    _folder: bytes | None = field(default=b"", init=False, repr=False)  # of a relative path
     _writes_to: dict[str, tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -455,8 +455,11 @@ class File:
         else:
             absolute = hasattr(self.path, "is_absolute") and self.path.is_absolute()  # of pathlib
         if not absolute:
-            with suppress(FileNotFoundError):  # it was removed
-                object.__setattr__(self, "_folder", os.getcwdb())
+            try:
+                folder = os.getcwdb()
+            except FileNotFoundError:  # it was removed
+                folder = None
+            object.__setattr__(self, "_folder", folder)
 
     def __copy__(self) -> Self:
         """Return this one: nothing changes it, and it is of one file."""
@@ -507,6 +510,11 @@ class File:
             raise ValueError(f'{self!r}.region() needs nbytes: mode "w+" makes a file of that size')
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
+        if self._folder is None:
+            raise FileNotFoundError(
+                f"{self!r} was made in a folder that had been removed, so its relative path names "
+                "nothing: give an absolute path"
+            )
         # Not abspath: without its last slash, the name of a folder would be that of a file.
         if isinstance(path, bytes):
             path = os.path.join(self._folder, path)
@@ -647,7 +655,7 @@ class File:
             ) from error
 
 
-def _file_in(cls: type[File], folder: bytes, path: Any, mode: Any) -> File:
+def _file_in(cls: type[File], folder: bytes | None, path: Any, mode: Any) -> File:
     made = cls(path, mode)
     object.__setattr__(made, "_folder", folder)
     return made

@@ -78,6 +78,12 @@ def _parameters(method: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
+def _requires_align(method: Callable[..., Any]) -> bool:
+    """True if the second parameter has no default."""
+    parameter = list(inspect.signature(method).parameters.values())[1]
+    return parameter.default is inspect.Parameter.empty
+
+
 class Adapter:
     """An allocator by the usual names of its methods.
 
@@ -117,6 +123,7 @@ class Adapter:
             )
         self._allocate = method
         self.aligns = any(name in ALIGN_NAMES for name in _parameters(method)[1:2])
+        self._wants_align = self.aligns and _requires_align(method)
         self._free = _method(allocator, FREE)
         # deallocate(address, nbytes), as memory resources have it
         self._free_wants_size = self._free is not None and len(_parameters(self._free)) > 1
@@ -126,6 +133,8 @@ class Adapter:
 
     def allocate(self, nbytes: int, align: int | None) -> tuple[Any, int]:
         """(block, its bytes)."""
+        if align is None and self._wants_align:
+            align = 1
         wanted = (nbytes,) if align is None or not self.aligns else (nbytes, align)
         block = self._allocate(*wanted)
         if block is None or (nbytes and isinstance(block, int) and not block):

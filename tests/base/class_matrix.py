@@ -344,6 +344,7 @@ NEVER_SEEN = {
     "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",
     "arenapy.cuda.backing.LastPage", "arenapy.cuda.sharing.LeaseFence",
     "arenapy.cuda.stream_ref.Named", "arenapy.cuda.resource.HandedOut",
+    "arenapy.cuda.stream_ref.WeakValues",
     "arenapy.cuda.fence.Fence", "arenapy.cuda.ordering.Parked",
     "arenapy.pool.thread_cache.ThreadCaches", "arenapy.buffer.block.StreamHooks",
     "arenapy.numpy_handler.contexts.Context", "arenapy.numpy_handler.contexts.Entry",

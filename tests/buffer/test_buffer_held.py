@@ -7,6 +7,7 @@ import pytest
 from helpers import exact
 
 import arenapy
+from arenapy import Bump, Host
 
 PATTERN = bytes(range(100))
 
@@ -44,6 +45,26 @@ def test_buffers_may_die_on_any_thread(arena, last):
     thread.join()
     assert arena.retired == 0 and arena.remaining == arena.capacity
     arena.check()
+
+
+def test_a_reset_amid_a_copy_of_another_thread():
+    """The copy is as an export until it returns. Then the block is closed, and its bytes free."""
+    arena = Bump(1 << 30, Host(prefault=False))
+    block, big = arena.alloc(256 << 20), bytearray(256 << 20)
+    address = block.address
+    copy = threading.Thread(target=block.copy_from, args=[big])
+    copy.start()
+    while copy.is_alive() and not arena.stats().held_buffers:
+        pass
+    amid = copy.is_alive()
+    arena.reset()
+    if amid and arena.retired:
+        with pytest.raises(BufferError, match="a call that has not returned"):
+            block.release()
+        assert arena.alloc(8).address != address
+    copy.join()
+    arena.check()
+    assert block.closed and not block.held and arena.retired == 0
 
 
 def test_closing_a_region_with_buffers_that_were_ever_exported_raises():

@@ -77,20 +77,22 @@ def test_both_sides_are_held_until_the_stream_has_done_it(gpu):
 
 
 def test_a_frame_that_is_reset_amid_a_batch(gpu):
-    """A block of it that was pinned stays open, and its bytes come back when it is gone."""
+    """A block of it that was pinned is closed, and its bytes come back, when the call returns."""
     arena = arenapy.Bump(MIB, cuda.Device())
     blocks = [arena.alloc(KIB)]
+    address = blocks[0].address
 
     def pairs():
         yield blocks[0], b"\1" * KIB
         arena.reset()
-        yield arena.alloc(KIB), b"\2" * KIB
+        assert "1 KiB retired" in repr(arena)
+        blocks.append(arena.alloc(KIB))
+        yield blocks[1], b"\2" * KIB
 
     cuda.copy_batch(pairs())
-    assert not blocks[0].closed
-    assert peek(blocks[0].address, KIB) == b"\1" * KIB
-    assert "1 KiB retired" in repr(arena)
-    blocks.clear()
+    assert blocks[0].closed and blocks[1].address != address
+    assert peek(address, KIB) == b"\1" * KIB
+    assert peek(blocks[1].address, KIB) == b"\2" * KIB
     assert "retired" not in repr(arena)
     arena.check()
 
@@ -133,6 +135,7 @@ WRONG = {
     "no memory": (lambda pool: (pool.alloc(KIB), 3), TypeError, "int is not a Buffer"),
     "no pair": (lambda pool: (pool.alloc(KIB), bytes(KIB), 3), TypeError, "is not a pair"),
     "no pair at all": (lambda pool: 3, TypeError, "3 is not a pair"),
+    "overlapping": (lambda pool: overlapping(pool.alloc(2 * KIB)), ValueError, "overlap"),
     "closed": (lambda pool: (closed(pool), bytes(KIB)), ValueError, "is closed"),
     "of the host": (
         lambda pool: (arenapy.Pool(1 << 20).alloc(KIB), bytes(KIB)),
@@ -140,6 +143,10 @@ WRONG = {
     ),
     "of others": (lambda pool: (bytearray(KIB), bytes(KIB)), ValueError, "neither the target"),
 }  # fmt: skip
+
+
+def overlapping(block):
+    return block[:KIB], block[100 : KIB + 100]
 
 
 def closed(pool):

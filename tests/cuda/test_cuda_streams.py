@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import sys
 import weakref
 
 import pytest
@@ -329,7 +330,7 @@ def test_a_region_can_be_closed_after_streams_have_read_it(gpu, reusing):
     assert region.closed
 
 
-@pytest.mark.parametrize("name", ["integer", "objects"])
+@pytest.mark.parametrize("name", ["integer", "objects", "per thread"])
 @pytest.mark.parametrize("items", [16, 128])
 def test_a_full_ring_asks_each_stream_and_not_each_block(gpu, items, name):
     """This processor is ahead of the device: all items but one are always under work."""
@@ -339,9 +340,10 @@ def test_a_full_ring_asks_each_stream_and_not_each_block(gpu, items, name):
 
     def step(i):
         stream = streams[i % 2]
+        handle = PER_THREAD if name == "per thread" else stream.handle
         item = slab.alloc()
-        slowly_fill(gpu, stream.handle, item, 1)
-        item.release(stream.handle if name == "integer" else stream)
+        slowly_fill(gpu, handle, item, 1)
+        item.release(stream if name == "objects" else handle)
         under_way.append(stream)
         if len(under_way) == items:
             del under_way[0]
@@ -353,3 +355,63 @@ def test_a_full_ring_asks_each_stream_and_not_each_block(gpu, items, name):
     for i in range(items):
         step(i)
     assert (gpu.calls.total() - before) / items < 100
+
+
+# Interrupts ----------------------------------------------------------------------------------
+
+
+def window_of_a_kernel_arena():
+    arena = cuda.KernelArena(1 << 20)
+    return [arena.buffer(arena.address + 256, 64)], lambda _: arena.reset()
+
+
+def exported(source):
+    pool = Pool(2 * MIB, source)
+    block = pool.alloc(4096)
+    assert block.__cuda_array_interface__
+
+    def nothing_is_left(gpu):
+        pool.trim(), gpu.drain()  # an event was recorded only then
+        assert (pool.stats().active_allocations, pool.stats().pending_bytes) == (0, 0)
+
+    return [block], nothing_is_left
+
+
+def region_of_a_driver_pool():
+    source = cuda.DriverPool()
+    return [source.region(MIB)], lambda _: source.trim()
+
+
+def last_name_of_a_stream():
+    pool, stream = Pool(2 * MIB, cuda.Pinned()), cuda.Stream()
+    return [stream, pool.alloc(100, stream=stream)], lambda _: pool.stats()
+
+
+ENDS = {
+    "kernel arena": window_of_a_kernel_arena,
+    "pinned": lambda: exported(cuda.Pinned()),
+    "managed": lambda: exported(cuda.Managed()),
+    "device": lambda: exported(cuda.Device()),
+    "driver pool": region_of_a_driver_pool,
+    "stream": last_name_of_a_stream,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_runs_no_python_code(gpu, end):
+    """In which a signal's exception would be lost, and what it stopped with it."""
+    things, check = ENDS[end]()
+    came = []
+
+    def interrupt(frame, event, argument):
+        if event == "call" and frame.f_back is here and "simulated" not in frame.f_code.co_filename:
+            came.append(frame.f_code)
+            raise KeyboardInterrupt
+
+    here = sys._getframe()
+    sys.setprofile(interrupt)
+    things.clear()
+    sys.setprofile(None)
+    assert not came
+    gpu.drain()
+    check(gpu)

@@ -358,6 +358,14 @@ def test_an_absolute_path_needs_no_current_folder(path, tmp_path, monkeypatch):
     os.chdir(gone)
     gone.rmdir()
     assert File(path).region().nbytes == path.stat().st_size
+    relative = [File("data", mode) for mode in ("r", "r+", "w+")]
+    relative += [pickle.loads(pickle.dumps(one)) for one in relative]
+    os.chdir(tmp_path)
+    (tmp_path / "data").write_text("precious")
+    for one in relative:
+        with pytest.raises(FileNotFoundError, match="give an absolute path"):
+            one.region(4)
+    assert (tmp_path / "data").read_text() == "precious"
 
 
 def test_a_new_file_that_another_region_has_by_then_is_not_removed(tmp_path, monkeypatch):

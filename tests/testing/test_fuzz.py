@@ -183,6 +183,12 @@ def test_methods_go_by_their_usual_names():
     block = plain.allocate(10, 64)
     plain.free(block)
     assert block[0].closed and plain.aligns and plain.remaining() == 7 and plain.check is not None
+    asked = []
+    alloc = lambda nbytes, align: asked.append((nbytes, align)) or 1  # noqa: E731
+    required = Adapter(SimpleNamespace(alloc=alloc))
+    required.allocate(10, None)
+    required.allocate(10, 64)
+    assert required.aligns and asked == [(10, 1), (10, 64)]
     with pytest.raises(TypeError, match="alloc, allocate, malloc"):
         Adapter(object())
 
