@@ -99,7 +99,7 @@ def folder(tmp_path, monkeypatch):
 
     for where, name in [
         (os, "execve"), (os, "execv"), (compare, "_measure"), (demo, "_measure_all"),
-        (demo, "_run_gpu"), (trace_command, "load"), (advise, "read"), (fuzz, "_search"),
+        (demo, "_run_gpu"), (trace_command, "read"), (advise, "read"), (fuzz, "_search"),
         (testing, "_guided"),
     ]:  # fmt: skip
         monkeypatch.setattr(where, name, begin)
