@@ -191,9 +191,8 @@ class _KernelMemory:
         >>> arena.reset()
         """
         here = _Reset()
-        self._resets.add(
-            weakref.ref(here, self._resets.discard)
-        )  # before the windows are counted: `buffer` does it the other way
+        # Before the windows are counted: `buffer` does it the other way.
+        self._resets.add(weakref.ref(here, self._resets.discard))
         try:
             n = len(self._windows)
             if n:
