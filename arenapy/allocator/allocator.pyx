@@ -437,7 +437,8 @@ cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n):
     cdef bint done
     if old.word >= ONE_EXPORT:
         raise BufferError(
-            f"{old!r} has to move to grow, and has live exports; drop them first"
+            f"{old!r} has to move to grow, and has live exports or is in use by a call; drop them, "
+            "or let the call return, first"
         )
     if c.hooks is None and not c.host_accessible:
         raise BufferError(

@@ -149,16 +149,6 @@ cdef class Arena(AllocatorCore):
             arenapy_lock_release(&self.lock)
         return dropped
 
-    cdef void recording_ends(self) noexcept nogil:
-        """Which of the blocks that resets ended are there still."""
-        cdef Hold* hold
-        arenapy_lock_acquire(&self.lock)
-        hold = self.retired
-        while hold != NULL:
-            record(self, EVENT_KEEP, <void*>hold.start, 0)
-            hold = hold.next
-        arenapy_lock_release(&self.lock)
-
     # -- ranges that come back
 
     cdef void free_or_lease(self, Hold* hold) noexcept nogil:
@@ -689,6 +679,17 @@ cdef class BumpCore(Arena):
             self.settle_region(i)
         if not self.shut:
             self.continue_at(self.cursor, here)
+
+    cdef void recording_ends(self) noexcept nogil:
+        """Which of the blocks that resets ended are there still."""
+        cdef Hold* hold
+        arenapy_lock_acquire(&self.lock)
+        self.drain()                         # some may have gone
+        hold = self.retired
+        while hold != NULL:
+            record(self, EVENT_KEEP, <void*>hold.start, 0)
+            hold = hold.next
+        arenapy_lock_release(&self.lock)
 
     cdef bint has_holds(self) noexcept nogil:
         self.drain()

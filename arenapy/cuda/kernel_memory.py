@@ -159,9 +159,12 @@ class _KernelMemory:
             wait_for(stream, self.device_id)
         window = _Window(self._all, at, n)
         self._windows.add(weakref.ref(window, self._windows.discard))
-        if self._resets:  # which has looked for windows already, perhaps
-            raise BufferError(f"{self!r} is being reset now; call again after the reset")
-        return asbuffer(window)
+        try:
+            if self._resets:  # which has looked for windows already, perhaps
+                raise BufferError(f"{self!r} is being reset now; call again after the reset")
+            return asbuffer(window)
+        finally:
+            del window  # a traceback may keep this frame
 
     def reset(self, stream: object = None) -> None:
         """Free all memory that kernels have allocated, and set the counters to 0.

@@ -399,7 +399,8 @@ cdef class Region(MemoryOwner):
         Raises
         ------
         BufferError
-            If a Buffer that was ever exported is alive. Nothing has changed then.
+            If a Buffer that was ever exported is alive, or a call uses one. Nothing has changed
+            then.
 
         Examples
         --------
@@ -425,9 +426,9 @@ cdef class Region(MemoryOwner):
         arenapy_lock_release(&guard.lock)
         if held:
             raise BufferError(
-                f"{self!r} has Buffers that were exported and are alive, or that streams still "
-                "use, or a Pool keeps some for streams, or its memory is growing or shrinking now; "
-                "drop them first, and trim() the Pool"
+                f"{self!r} has Buffers that were exported and are alive, or that calls or streams "
+                "still use, or a Pool keeps some for streams, or its memory is growing or shrinking "
+                "now; drop them first, let calls return, and trim() the Pool"
             )
         self._unmap()
         self.owner = None

@@ -811,7 +811,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             while batch.done < batch.n:
                 got = batch.take(c, miss)
                 miss = False
-                if got == 0:                 # what is free may do once it is merged
+                if got == 0:                 # others may have let go; and once it is merged,
+                    if c.may_lease:          # what is free may do
+                        c.settle_sends()
+                        c.reclaim_leases()
                     c.flush_all(True)
                     got = batch.take(c, False)
                 if got == 0 and (

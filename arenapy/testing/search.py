@@ -308,12 +308,13 @@ def report(tally: Tally, machine: type[Any]) -> str:
         if len(parts) == 1:
             others = [kind for kind in tally.findings if kind != finding.kind]
             header = {"arenapy.testing": VERSION, **machine.recipe(), "allow": others}
-            data = "".join(f"{line}\n" for line in (json.dumps(header), *finding.program)).encode()
-            # Another program, as of another machine of this name, has another file.
-            name = f"arenapy-found-{machine.__name__}-{zlib.crc32(data):08x}.jsonl"
+            lines = [json.dumps(header), *finding.program]
+            # Another class of this name, and another user, have another file.
+            whose = zlib.crc32(json.dumps([machine.recipe(), os.getuid()]).encode())
+            name = f"arenapy-found-{machine.__name__}-{whose:08x}.jsonl"
             path = os.path.join(tempfile.gettempdir(), name)
             try:
-                outputs.write(path, data, outputs.STEPS)
+                outputs.write(path, ("\n".join(lines) + "\n").encode(), outputs.STEPS)
                 parts.append(f"again: python -m arenapy.testing reproduce {shlex.quote(path)}")
             except OSError as error:
                 parts.append(f"no file to reproduce it: {error}")

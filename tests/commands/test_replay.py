@@ -413,6 +413,8 @@ def test_the_command_refuses(tmp_path, small):
         ([], 2, "required"),
         ([two_devices, "--with", "loop"], 2, "devices [0, 1]: choose one, with device=N or with"),
         ([two_devices, "--with", "loop", "--device", "1"], 0, ""),
+        ([small, "--with", "loop", "--device", "1"], 2, "is no snapshot of torch"),
+        (["--synthetic", "1", "--device", "1"], 2, "do not go together"),
     ]:
         done = command(*arguments)
         assert done.returncode == status, done.stderr
@@ -534,6 +536,17 @@ def test_a_bump_records_marks_and_resets(tmp_path):
     replayed = program(trace.load(tmp_path / "bump.trace"))
     assert " ".join(steps(replayed)) == "+100 +200 +300 -300 -200 +400 -400 -100"
     del first, inner, second
+
+
+def test_what_is_kept_at_the_end_is_still_there(tmp_path):
+    arena = arenapy.Bump(MIB)
+    with trace.record(arena, tmp_path / "bump.trace"):
+        kept, gone = arena.empty(100, "u1"), arena.empty(100, "u1")
+        at = kept.ctypes.data
+        arena.reset()
+        del gone
+    found = [one for one in words(tmp_path / "bump.trace") if one[0] == "keep"]
+    assert [address for _, address, _ in found] == [at]
 
 
 @pytest.mark.parametrize("make", [lambda: arenapy.Bump(MIB), arenapy.Pool])

@@ -870,7 +870,7 @@ def test_memory_that_a_child_does_not_get(run_script):
 
 @pytest.mark.parametrize("source", ["Shared()", "Shared(grow=True)", 'File(path, "w+")'])
 @pytest.mark.parametrize("inner", ["allocator", "pickle"])
-@pytest.mark.parametrize("look", ["alloc", "stats"])
+@pytest.mark.parametrize("look", ["alloc", "alloc_many", "prewarm", "stats"])
 def test_a_block_under_another_region_goes_when_the_child_has_ended(
     look, inner, source, tmp_path, run_script
 ):
@@ -902,6 +902,7 @@ def test_a_block_under_another_region_goes_when_the_child_has_ended(
         os.waitpid(child, 0)
         if {look!r} == "alloc":
             pool.alloc(6 << 20).release()
-        else:
+        elif {look!r} == "stats":
             assert pool.stats().active_allocations == 0
+        pool.prewarm({{6 << 20: 1}}) if {look!r} == "prewarm" else pool.alloc_many([6 << 20])
     """)

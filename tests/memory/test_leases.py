@@ -388,3 +388,32 @@ def test_what_is_known_of_ended_children_is_forgotten(run_script):
         os.waitpid(lives, 0)
         assert arena.stats().pending_bytes == 0, arena.stats()
     """)
+
+
+@pytest.mark.parametrize("source", ["Shared()", "Shared(grow=True)", 'File(path, "w+")'])
+@pytest.mark.parametrize(
+    "ask",
+    ["pool.alloc(MIB), pool.alloc(MIB)", "pool.alloc_many([MIB] * 2)", "pool.prewarm({MIB: 2})"],
+)
+def test_whoever_asks_gets_what_children_have_left(ask, source, run_script, tmp_path):
+    run_script(f"""
+        import os
+        from arenapy import File, Pool, Shared
+
+        MIB, path = 1 << 20, {str(tmp_path / "file")!r}
+        pool = Pool(max_bytes=2 * MIB, source={source})
+        for _ in range(3):
+            blocks = pool.alloc(MIB), pool.alloc(MIB)
+            told, go = os.pipe()
+            child = os.fork()
+            if not child:
+                os.close(go)
+                os.read(told, 1)
+                os._exit(0)
+            os.close(told)
+            del blocks
+            os.close(go)
+            os.waitpid(child, 0)
+            {ask}
+            assert pool.stats().reserved_bytes == 2 * MIB
+    """)

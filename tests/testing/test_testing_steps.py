@@ -316,21 +316,27 @@ def test_a_failure_prints_how_to_see_it_again(profile, tmp_path):
         program.run(machine)
 
 
-def test_each_program_that_is_found_has_a_file_of_its_own(tmp_path, monkeypatch):
+def test_each_class_and_user_has_a_file_of_what_was_found(tmp_path, monkeypatch):
     """And where none can be written, the fault is told all the same."""
 
-    def told(*steps):
+    def told(machine, *steps):
         tally = Tally()
         tally.findings["overlap"] = Finding("overlap", "two blocks", list(Program(steps).lines()))
-        return report(tally, BumpMachine)
+        return report(tally, machine)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for steps in [A_START], [A_START], [A_START, A_START]:
-        file = re.search(r"testing reproduce (\S+)", told(*steps))[1]
+    for steps in [A_START], [A_START, A_START]:
+        file = re.search(r"testing reproduce (\S+)", told(BumpMachine, *steps))[1]
         assert len(load(file)[1].steps) == len(steps)
+    assert len(list(tmp_path.iterdir())) == 1
+    told(type("BumpMachine", (BumpMachine,), {"__module__": "another"}), A_START)
     assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    told(BumpMachine, A_START)
+    assert len(list(tmp_path.iterdir())) == 3
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    assert "two blocks" in told(A_START) and "no file to reproduce it: " in told(A_START)
+    message = told(BumpMachine, A_START)
+    assert "two blocks" in message and "no file to reproduce it: " in message
 
 
 GOOD = {"arenapy.testing": 1, "machine": "arenapy.testing:BumpMachine"}

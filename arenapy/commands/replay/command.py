@@ -287,8 +287,18 @@ def add_device(parser: Parser) -> None:
 
 
 def read(path: str, device: int | None) -> Trace:
-    """The trace of a file, which may be torch's memory snapshot."""
-    return from_torch(path, device) if is_pickle(path) else load(path)
+    """The trace of a file, which may be torch's memory snapshot.
+
+    Raises
+    ------
+    ValueError
+        It is none, or a device is named of a trace without devices.
+    """
+    if is_pickle(path):
+        return from_torch(path, device)
+    if device is not None:
+        raise ValueError(f"--device {device}: {path} is no snapshot of torch, so leave it out")
+    return load(path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,8 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(argv)
+    seed = options.synthetic
+    if seed is not None and options.device is not None:
+        parser.error("--device and --synthetic do not go together")
     try:
-        seed = options.synthetic
         trace = read(options.file, options.device) if seed is None else synthetic(seed)
         results = replay(trace, options.names)
     except ValueError as error:
