@@ -427,8 +427,8 @@ cdef class Region(MemoryOwner):
         if held:
             raise BufferError(
                 f"{self!r} has Buffers that were exported and are alive, or that calls or streams "
-                "still use, or a Pool keeps some for streams, or its memory is growing or shrinking "
-                "now; drop them first, let calls return, and trim() the Pool"
+                "still use, or a Pool keeps some for streams, or its memory is growing or "
+                "shrinking now; drop them first, let calls return, and trim() the Pool"
             )
         self._unmap()
         self.owner = None
