@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from children import another_process
 from every import HOST_SOURCES, ITEM
 from helpers import in_threads
 from hypothesis import event, given
@@ -868,41 +869,30 @@ def test_memory_that_a_child_does_not_get(run_script):
     """)
 
 
-@pytest.mark.parametrize("source", ["Shared()", "Shared(grow=True)", 'File(path, "w+")'])
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: Shared(), lambda path: Shared(grow=True), lambda path: File(path, "w+")],
+    ids=["memory", "growing", "file"],
+)
 @pytest.mark.parametrize("inner", ["allocator", "pickle"])
 @pytest.mark.parametrize("look", ["alloc", "alloc_many", "prewarm", "stats"])
-def test_a_block_under_another_region_goes_when_the_child_has_ended(
-    look, inner, source, tmp_path, run_script
-):
+def test_a_block_under_another_region_goes_when_the_child_has_ended(look, inner, make, tmp_path):
     """The claim of the other region keeps it as long as the child lives."""
-    run_script(f"""
-        import os, pickle
-        from arenapy import Bump, Existing, File, Pool, Shared
-
-        path = {str(tmp_path / "file")!r}
-        pool = Pool(8 << 20, {source})
-        block = pool.alloc(6 << 20)
-        if {inner!r} == "allocator":
-            other = Bump(1 << 20, Existing(block)).alloc(100)
-        else:
-            frames = []
-            data = pickle.dumps(block, 5, buffer_callback=frames.append)
-            other = pickle.loads(data, buffers=frames)
-            del frames
-        told, go = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(go)
-            os.read(told, 1)
-            os._exit(0)
+    pool = Pool(8 << 20, make(tmp_path / "file"))
+    block = pool.alloc(6 << 20)
+    if inner == "allocator":
+        other = Bump(1 << 20, Existing(block)).alloc(100)
+    else:
+        frames = []
+        data = pickle.dumps(block, 5, buffer_callback=frames.append)
+        other = pickle.loads(data, buffers=frames)
+        del frames
+    with another_process():
         del other, block
         assert pool.stats().reserved_bytes >= 6 << 20
         assert pool.stats().active_allocations + bool(pool.stats().pending_bytes) == 1
-        os.close(go)
-        os.waitpid(child, 0)
-        if {look!r} == "alloc":
-            pool.alloc(6 << 20).release()
-        elif {look!r} == "stats":
-            assert pool.stats().active_allocations == 0
-        pool.prewarm({{6 << 20: 1}}) if {look!r} == "prewarm" else pool.alloc_many([6 << 20])
-    """)
+    if look == "alloc":
+        pool.alloc(6 << 20).release()
+    elif look == "stats":
+        assert pool.stats().active_allocations == 0
+    pool.prewarm({6 << 20: 1}) if look == "prewarm" else pool.alloc_many([6 << 20])

@@ -7,7 +7,21 @@ from pathlib import Path
 import hypothesis
 import leases
 import pytest
+from children import another_process
 
+from arenapy import File, Pool, Shared
+
+MIB = 1 << 20
+SHARED = {
+    "memory": lambda path: Shared(),
+    "growing": lambda path: Shared(grow=True),
+    "file": lambda path: File(path, "w+"),
+}
+ASKS = {
+    "alloc": lambda pool: (pool.alloc(MIB), pool.alloc(MIB)),
+    "alloc_many": lambda pool: pool.alloc_many([MIB] * 2),
+    "prewarm": lambda pool: pool.prewarm({MIB: 2}),
+}
 pytestmark = pytest.mark.sampled(full=2)  # each case is a process that forks many
 
 PROGRAM = Path(__file__).with_name("leases.py")
@@ -390,30 +404,13 @@ def test_what_is_known_of_ended_children_is_forgotten(run_script):
     """)
 
 
-@pytest.mark.parametrize("source", ["Shared()", "Shared(grow=True)", 'File(path, "w+")'])
-@pytest.mark.parametrize(
-    "ask",
-    ["pool.alloc(MIB), pool.alloc(MIB)", "pool.alloc_many([MIB] * 2)", "pool.prewarm({MIB: 2})"],
-)
-def test_whoever_asks_gets_what_children_have_left(ask, source, run_script, tmp_path):
-    run_script(f"""
-        import os
-        from arenapy import File, Pool, Shared
-
-        MIB, path = 1 << 20, {str(tmp_path / "file")!r}
-        pool = Pool(max_bytes=2 * MIB, source={source})
-        for _ in range(3):
-            blocks = pool.alloc(MIB), pool.alloc(MIB)
-            told, go = os.pipe()
-            child = os.fork()
-            if not child:
-                os.close(go)
-                os.read(told, 1)
-                os._exit(0)
-            os.close(told)
+@pytest.mark.parametrize("source", SHARED)
+@pytest.mark.parametrize("ask", ASKS.values(), ids=list(ASKS))
+def test_whoever_asks_gets_what_children_have_left(ask, source, tmp_path):
+    pool = Pool(max_bytes=2 * MIB, source=SHARED[source](tmp_path / "file"))
+    for _ in range(3):
+        blocks = pool.alloc(MIB), pool.alloc(MIB)
+        with another_process():
             del blocks
-            os.close(go)
-            os.waitpid(child, 0)
-            {ask}
-            assert pool.stats().reserved_bytes == 2 * MIB
-    """)
+        ask(pool)
+        assert pool.stats().reserved_bytes == 2 * MIB
