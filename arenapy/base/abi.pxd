@@ -6,9 +6,9 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 21
+    ARENAPY_ABI = 22
 
-cdef void built_for_arenapy_abi_21() noexcept nogil
+cdef void built_for_arenapy_abi_22() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_21()
+    built_for_arenapy_abi_22()

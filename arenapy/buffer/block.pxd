@@ -143,7 +143,7 @@ cdef class MemoryOwner:
     cdef uint64_t n_made                 # as is: how many `new_hold` has had memory for
     cdef Freelist freelist               # GIL builds only
     cdef char* freelists                 # others: N_FREELISTS of them, FREELIST_BYTES each; or NULL
-    cdef PyObject* shards                # a list, its allocator's, which alone may use it
+    cdef PyObject* shards                # a list, its allocator's, which alone may use it; or NULL
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 
@@ -255,8 +255,10 @@ cdef inline Hold* new_hold(MemoryOwner owner) noexcept nogil:
 # Forget the dead roots, which are not tracked by the cycle collector; lock held. (Without a GIL
 # they are left: nobody looks for them any more.)
 cdef void drop_kept(MemoryOwner owner) noexcept
-# For the allocator of an owner that recycles: what it has to keep as long as it lives.
-cdef list init_freelists(MemoryOwner owner)
+# For an owner that recycles. Its allocator gives, and keeps as long as it lives, a list for shards.
+# An owner without an allocator gives None, since with a list of its own it would be in a cycle: its
+# roots count it itself.
+cdef int init_freelists(MemoryOwner owner, list shards) except -1
 # For a root that counts its owner and is not tracked: to count a shard instead, if it may.
 cdef int take_shard(Block root) except -1
 # After its owner has taken on memory of a user's object: the collector has to see the root.

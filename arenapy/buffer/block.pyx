@@ -152,16 +152,15 @@ cdef inline Freelist* nth_freelist(MemoryOwner owner, int64_t k) noexcept nogil:
     return <Freelist*>(owner.freelists + k * FREELIST_BYTES)
 
 
-cdef list init_freelists(MemoryOwner owner):
-    cdef list shards = []
+cdef int init_freelists(MemoryOwner owner, list shards) except -1:
     cdef void* freelists = NULL
     if not ARENAPY_GIL:
         if posix_memalign(&freelists, FREELIST_BYTES, N_FREELISTS * FREELIST_BYTES):
             raise MemoryError("no memory for the bookkeeping of an allocator")
         memset(freelists, 0, N_FREELISTS * FREELIST_BYTES)
         owner.freelists = <char*>freelists
-        owner.shards = <PyObject*>shards
-    return shards
+        owner.shards = <PyObject*>shards if shards is not None else NULL
+    return 0
 
 
 cdef Freelist* own_freelist(PyObject* owner) noexcept:
@@ -185,7 +184,9 @@ cdef int take_shard(Block root) except -1:
     cdef CountShard shard
     if ARENAPY_GIL or freelist == &no_freelist:
         return 0
-    if freelist.shard == NULL:
+    if freelist.shard == NULL and root.owner.shards == NULL:
+        freelist.shard = <PyObject*>root.owner
+    elif freelist.shard == NULL:
         shard = CountShard.__new__(CountShard)
         shard.owner = root.owner
         (<list>root.owner.shards).append(shard)

@@ -323,7 +323,8 @@ cdef class Buffer(Block):
         check_open(self)
         grow = getattr(self.allocator, "grow", None)
         if grow is None:
-            raise ValueError(f"{self!r} is not a block of a Bump or Pool, so it cannot grow")
+            raise ValueError(
+                f"{self!r} is not a block of a Bump or Pool that still exists, so it cannot grow")
         return grow(self, nbytes)
 
     def __enter__(self):

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -253,7 +254,7 @@ def _show_findings(
         program = str(Program.parse(one.program)) if one.program else "before the first step"
         terminal.print(printable_lines(program), soft_wrap=True)
         if save is not None and not index:
-            again = f"again: python -m arenapy.testing reproduce {save}"
+            again = f"again: python -m arenapy.testing reproduce {shlex.quote(save)}"
             terminal.print(printable(again), soft_wrap=True)
 
 

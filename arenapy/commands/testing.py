@@ -2,6 +2,7 @@
 
 import argparse
 import faulthandler
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -89,5 +90,5 @@ def _guided(options: argparse.Namespace) -> int:
     print(printable_lines(str(found)))
     if found.lines and options.save:
         outputs.write(options.save, ("\n".join(found.lines) + "\n").encode(), outputs.STEPS)
-        print(printable(f"again: python -m arenapy.testing reproduce {options.save}"))
+        print(printable(f"again: python -m arenapy.testing reproduce {shlex.quote(options.save)}"))
     return int(bool(found.lines))

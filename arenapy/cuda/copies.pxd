@@ -31,6 +31,8 @@ cdef CudaMemory new_memory(
 # Describe one side, whose memory is to be written to or read by `stream` of `leading`, as
 # the user gave it; nothing is changed.
 cdef Side side_of(object thing, bint to, CudaMemory leading, object stream)
+# Of a block's uses the streams that nobody has closed.
+cdef list streams_of(list uses)
 # The state of a stream that is to copy. Raises, saying what to do, if it cannot be used now.
 cdef int can_be_used(StreamRef s, bint now) except -1
 # Wait for what a call without a stream has queued; if that raises, the sides are used until then.

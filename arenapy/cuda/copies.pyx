@@ -192,7 +192,6 @@ seal(CudaMemory)
 
 
 cdef list streams_of(list uses):
-    """Those that nobody has closed."""
     return [one for one in uses if isinstance(one, StreamRef) and not (<StreamRef>one).gone()]
 
 

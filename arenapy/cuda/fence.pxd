@@ -32,7 +32,7 @@ cdef Fence new_event(StreamRef stream)
 cdef Fence new_graph_fence(StreamRef stream)
 # The same; where that fails, one that is never over.
 cdef Fence graph_fence_or_never(StreamRef stream)
-# Let a stream wait for all that another was given so far.
+# Let a stream wait for all that another was given so far. Both may be in one capture.
 cdef int join_streams(StreamRef stream, StreamRef other) except -1
 # The same for streams that the caller knows to be free; `use`: a StreamRef or a Fence.
 cdef int let_wait(StreamRef stream, object use) except -1
@@ -49,6 +49,8 @@ cdef int follow_as(StreamRef stream, int state, object use, bint strict) except 
 cdef int refuse_other_capture(StreamRef stream, StreamRef producer) except -1
 # The same for this thread.
 cdef int wait_here(object use, bint strict) except -1
+# CudaError: nobody can wait now for what it was given before its capture.
+cdef int refuse_captured(StreamRef stream) except -1
 cdef int synchronize(StreamRef stream) except -1
 # This thread waits for all that a stream was given outside of captures, also while it is captured,
 # or barred by a capture.

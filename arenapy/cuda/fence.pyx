@@ -14,7 +14,7 @@ from collections import deque
 
 from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
-    SUCCESS, callable_, checked, driver, enter, forget, generation, leave,
+    SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, StreamRef, WeakValues, capture_of, elsewhere, free_to_use,
@@ -302,11 +302,19 @@ cdef Fence work_of_context(StreamRef stream):
 # ---- streams that wait --------------------------------------------------------------------
 
 cdef int join_streams(StreamRef stream, StreamRef other) except -1:
-    if stream is not other:
-        free_to_use(stream, "it cannot wait for {!r}; do this before the capture", other)
+    cdef int state
+    cdef void* graph = NULL
+    if stream is other:
+        return 0
+    need()
+    not_closed(stream)
+    state = stream.state()
+    if (state != CAPTURING or other.state() != CAPTURING
+            or capture_of(stream, &graph) != capture_of(other, &graph)):
+        refuse_unless_free(
+            stream, state, "it cannot wait for {!r}; do this before the capture", other)
         free_to_use(other, "{!r} cannot wait for it; do this before the capture", stream)
-        let_wait(stream, other)
-    return 0
+    return let_wait(stream, other)
 
 
 cdef int let_wait(StreamRef stream, object use) except -1:

@@ -157,6 +157,7 @@ class _KernelMemory:
             )
         if stream is not None:
             wait_for(stream, self.device_id)
+            self._all.record_stream(stream)
         window = _Window(self._all, at, n)
         self._windows.add(weakref.ref(window, self._windows.discard))
         try:

@@ -56,8 +56,8 @@ def memory_resource(allocator):
     Notes
     -----
     A block of cuda.core counts as held: a reset of a Bump keeps it, and its region cannot be
-    closed. `allocate` raises the errors of ``allocator.alloc``: OutOfMemory, and CudaError on a
-    stream that is being captured. Thread-safety: that of the allocator.
+    closed. `allocate` raises the errors of ``allocator.alloc``. On a stream that is being captured,
+    the block belongs to the graph. Thread-safety: that of the allocator.
 
     Examples
     --------

@@ -26,14 +26,14 @@ import threading
 from libc.errno cimport EBADF
 
 from arenapy.base.sealed cimport seal
-from arenapy.buffer.block cimport check_open, pin, root_of, unpin
+from arenapy.buffer.block cimport check_open, pin, root_of, unpin, uses_of
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.cuda.backing cimport DEVICE_PAGE, exported_pages, imported_region
-from arenapy.cuda.copies cimport CudaMemory
+from arenapy.cuda.copies cimport CudaMemory, streams_of
 from arenapy.cuda.driver cimport SUCCESS, checked, driver, need
-from arenapy.cuda.fence cimport Fence
+from arenapy.cuda.fence cimport Fence, refuse_captured
 from arenapy.cuda.ordering cimport Ordering
-from arenapy.cuda.stream_ref cimport StreamRef
+from arenapy.cuda.stream_ref cimport StreamRef, spread
 from arenapy.linux.vm cimport (
     Descriptor, OpenFile, vm_first_lease, vm_is_open, vm_lease, vm_lease_file, vm_reopen,
 )
@@ -154,6 +154,10 @@ def lend(Buffer buffer not None):
                 "a block that was allocated in a capture is the graph's, so it cannot be sent: "
                 "allocate it before the capture")
         order.ready(buffer, None)
+        # Also one in whose capture it was named: `ready` waits for what was named before.
+        for one in streams_of(spread(uses_of(buffer))):
+            if (<StreamRef>one).captures():
+                refuse_captured(<StreamRef>one)
         lease = new_lease(fence)
         order.note(buffer, fence)            # before anybody else has it
         message = vm.bundle([lease, *pages])

@@ -194,6 +194,7 @@ cdef class CallStacks:
         cdef PyObject* value = NULL
         cdef PyObject* trace = NULL
         cdef bytes text = None
+        cdef Py_ssize_t before
         cdef int n
         number[0] = 0
         PyErr_Fetch(&kind, &value, &trace)   # NumPy may be asking with one pending
@@ -207,8 +208,12 @@ cdef class CallStacks:
                 elif len(self.numbers) < MAX_STACKS:
                     text = described(stack, n)
                     self.codes.append([<object>stack[i].code for i in range(n)])
-                    number[0] = len(self.numbers) + 1
-                    self.numbers[key] = number[0]
+                    # Up to 3.11 these objects may start the collector, whose finalizers may have
+                    # been here before.
+                    before = len(self.numbers)
+                    number[0] = self.numbers.setdefault(key, before + 1)
+                    if len(self.numbers) == before:
+                        text = None
         except MemoryError:                  # then it is not known
             number[0], text = 0, None
         PyErr_Restore(kind, value, trace)

@@ -21,7 +21,6 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import suppress
 from functools import partial
 from multiprocessing import context, reduction
 
@@ -319,12 +318,17 @@ def handle_of(Descriptor file not None):
 
 
 def forget_arrived():
-    """Close our copies of descriptors whose receivers run by now (or never will)."""
+    """Close our copies of descriptors whose receivers run by now (or never will).
+
+    No Python code runs here: a scope that ends calls it.
+    """
     for entry in list(_under_way):
         popen = entry[0]()
         if popen is None or getattr(popen, "pid", None) is not None:
-            with suppress(ValueError):         # another thread was faster
+            try:
                 _under_way.remove(entry)
+            except ValueError:                 # another thread was faster
+                pass
 
 
 def detached(handle, nbytes):

@@ -510,16 +510,17 @@ class File:
             raise ValueError(f'{self!r}.region() needs nbytes: mode "w+" makes a file of that size')
         path = os.fspath(self.path)  # once: what it names may change
         _encoded("path", path)
-        if self._folder is None:
+        if self._folder is None and not os.path.isabs(path):
             raise FileNotFoundError(
                 f"{self!r} was made in a folder that had been removed, so its relative path names "
                 "nothing: give an absolute path"
             )
         # Not abspath: without its last slash, the name of a folder would be that of a file.
+        folder = self._folder or b""
         if isinstance(path, bytes):
-            path = os.path.join(self._folder, path)
+            path = os.path.join(folder, path)
         else:
-            path = os.path.join(os.fsdecode(self._folder), path)
+            path = os.path.join(os.fsdecode(folder), path)
         while True:
             opened: list[vm.Descriptor] = []
             try:

@@ -23,7 +23,9 @@ from threading import get_ident
 from types import CellType, FunctionType
 
 cimport cython
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 
+from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
 from arenapy.base.sealed cimport seal
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
@@ -170,18 +172,27 @@ cdef int put_in_force(object handler, tuple stack) except -1:
     return 0
 
 
-# To leave takes some hundred bytes. If there is no memory, they come from this object, which is
-# freed then: CPython's allocator asks malloc when it has no pages left. No other code runs between.
+# To leave takes some hundred bytes. If there is no memory, they come from this reserve, which is
+# freed then. No other code runs between. CPython's allocator asks malloc when it has no pages left:
+# malloc does not map so few bytes, and keeps them when they are free. The allocator of free-threaded
+# CPython keeps an object's memory for a while, so this is no object. Memory of 128 KiB or less
+# shares its page, which is not free as long as the others in it are not.
 cdef enum:
-    RESERVED = 64 << 10      # bytes: malloc does not map so few, and keeps them when they are free
+    RESERVED = 64 << 10      # bytes
+    RESERVED_FREE_THREADED = 256 << 10
 
-cdef bytes reserve = None
+cdef void* reserve = NULL
 
 
 cdef int fill_reserve() except -1:
-    global reserve
-    if reserve is None:
-        reserve = bytes(RESERVED)
+    cdef void* made
+    cdef void* none = NULL
+    if arenapy_load_ptr(&reserve) == NULL:
+        made = PyMem_Malloc(RESERVED if ARENAPY_GIL else RESERVED_FREE_THREADED)
+        if made == NULL:
+            raise MemoryError("no memory for what leaving this context takes")
+        if not arenapy_cas_ptr(&reserve, &none, made):
+            PyMem_Free(made)                 # another thread was first
     return 0
 
 
@@ -202,7 +213,7 @@ cdef class Context:
         self.enter(False, True, None)
         return self
 
-    def __exit__(self, *_error):
+    def __exit__(self, kind, error, traceback):
         self.leave(False, True, None)
 
     def _turn(self):
@@ -264,13 +275,14 @@ cdef class Context:
         return 0
 
     cdef bint leave(self, bint installed, bint asked, Turn turn) except -1:
-        global reserve
+        cdef void* freed
         try:
             return self.leave_with(installed, asked, turn)
         except MemoryError:
-            if reserve is None:
+            freed = arenapy_take_ptr(&reserve)
+            if freed == NULL:
                 raise
-        reserve = None
+        PyMem_Free(freed)
         return self.leave_with(installed, asked, turn)
 
     cdef bint leave_with(self, bint installed, bint asked, Turn turn) except -1:
@@ -322,7 +334,7 @@ cdef class Turn:
     def __enter__(self):
         self.memory.enter(False, True, self)
 
-    def __exit__(self, *_error):
+    def __exit__(self, kind, error, traceback):
         self.memory.leave(False, True, self)
 
 

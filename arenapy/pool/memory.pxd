@@ -44,6 +44,7 @@ cdef class PoolMemory:
     cdef double grown_cpu
     cdef size_t peak_pages           # the most that were ever reserved
     cdef object refusal              # why the source refused its last request, or None
+    cdef size_t whole                # pages of the only region, of a source that has one; else 0
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.

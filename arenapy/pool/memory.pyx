@@ -193,6 +193,8 @@ cdef class PoolMemory:
         wished = max(wished, pages)
         # Afterwards, that is.
         self.core.tight = self.left() <= self.core.reserved_pages + 2 * wished
+        if self.core.reserved_pages == 0:    # it was trimmed: the next one is the only one, too
+            wished = max(wished, self.whole)
         if self.may_reserve:
             return self.grow_reservation(pages, wished, missing, place)
         return self.grow_region(pages, wished, missing)

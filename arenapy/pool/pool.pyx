@@ -161,7 +161,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t initial = as_size(initial_bytes, "initial_bytes")
         cdef size_t most
         self.base = self.core = core
-        self.shards = init_freelists(core)
+        self.shards = []
+        init_freelists(core, self.shards)
         max_bytes = checked_limit(max_bytes, initial)
         if rounding not in ("step", "class"):
             raise ValueError(f"rounding={rounding!r} is neither 'step' nor 'class'")
@@ -194,6 +195,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 # is not refused afterwards.
                 size = max(initial, <size_t>PAGE) if initial else max_bytes
             self.memory.add_region(ask_source(source, size))
+            self.memory.whole = core.reserved_pages
         elif initial:
             self.memory.begin(initial)
         elif core.hooks is None:
@@ -737,13 +739,15 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             # The second one: a child still sees the file whose memory `trim` gave back.
             except (MemoryError, BlockingIOError) as e:
                 error = e
-                missing = place.lacking if place.lacking else pages
+                missing = 0
             # The blocks that were unused longest make room, in the limit or in the machine. To find
             # them, all caches of threads are flushed. The request may fit into what was in those.
             # A device's memory is looked through in another way, and might refuse it again.
             idle = self.memory.trimmable()
             if not c.merges_first and has_run(c, pages):
                 return False
+            if missing == 0:                 # a source does not say how much it lacks
+                missing = min(place.lacking if place.lacking else pages, idle)
             if missing > idle or self.memory.shrink(missing, True, &place) == 0:
                 break
             wished = pages

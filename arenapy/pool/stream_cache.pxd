@@ -12,7 +12,6 @@ cdef class StreamCache(MemoryOwner):
     cdef object stream               # as the hooks name it
     cdef uint64_t asked              # its allocations at the last look of `trim_after` or of growth
     cdef size_t reclaimed            # bytes that others have got of it since it missed last
-    cdef list kept                   # what init_freelists gave
 
     # The newest idle block that fits, or NULL.
     cdef char* pop(self, size_t n, size_t align, uint64_t* block_id) noexcept nogil

@@ -458,7 +458,7 @@ cdef StreamCache new_stream_cache(PoolCore core, object stream, bint of_graph):
     cdef Lent* lent
     cache.core, cache.stream = core, stream
     cache.hooks = core.hooks.of_cache(stream)
-    cache.kept = init_freelists(cache)
+    init_freelists(cache, None)
     cache.kind, cache.device_id = core.kind, core.device_id
     cache.host_accessible, cache.device_accessible = core.host_accessible, core.device_accessible
     cache.checked, cache.debug, cache.foreign = core.checked, core.debug, core.foreign

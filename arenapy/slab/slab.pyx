@@ -116,7 +116,8 @@ cdef class Slab(Allocator):
             )
         size, items = as_size(item_size, "item_size"), as_count(count, "count")
         self.base = self.core = core
-        self.shards = init_freelists(core)
+        self.shards = []
+        init_freelists(core, self.shards)
         self.most = items if max_count is None else as_count(max_count, "max_count")
         if self.most < items:
             raise ValueError(

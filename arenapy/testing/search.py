@@ -39,6 +39,7 @@ from arenapy.testing.tally import NewKind, Tally
 __all__ = ["SHRINK_SECONDS", "report", "search", "shrink"]
 
 SHRINK_SECONDS = 30.0
+FAILED = b"failed: "  # what a child writes before a message, which may be empty
 TRY_SECONDS = 5.0  # in a child, after which a program hangs
 AFTER_FIRST = 200  # more examples after the first finding; a profile may have a million
 SEED = "_hypothesis_internal_use_seed"  # where `seed` puts it
@@ -192,7 +193,7 @@ def _shrink(
                         # Nobody reads its steps, and one that crashes removes no file.
                         os.environ["ARENAPY_STEPS"] = f"/proc/self/fd/{os.memfd_create('steps')}"
                         if fails_here(program):
-                            os.write(sending, finding.message.encode())
+                            os.write(sending, FAILED + finding.message.encode(errors="replace"))
                     finally:
                         os._exit(0)
             os.close(sending)
@@ -206,7 +207,8 @@ def _shrink(
             for descriptor in receiving, sending:
                 if descriptor >= 0:
                     os.close(descriptor)
-        finding.message = said.decode(errors="replace") or finding.message
+        if said:
+            finding.message = said.removeprefix(FAILED).decode(errors="replace")
         return bool(said)
 
     fails = fails_in_child if apart else fails_here
