@@ -247,7 +247,7 @@ cdef class Bump(Allocator):
         cdef list wanted, holes, blocks = []
         cdef BumpCore c = self.core
         cdef size_t size
-        cdef Figures before, after
+        cdef Figures before
         cdef Buffer b
         cdef uint64_t made, nbytes = 0
         if not isinstance(sizes, Iterable):
@@ -264,16 +264,13 @@ cdef class Bump(Allocator):
                 nbytes += <size_t>b.size
         except BaseException:
             made = len(blocks)
-            after = c.figures()
             while blocks:                    # newest first: each moves the cursor back
                 (<Buffer>blocks.pop()).release()
             arenapy_lock_acquire(&c.lock)
             catch_up(c)
-            c.total -= made
+            c.total -= made                  # other code may have allocated meanwhile
             c.freed -= nbytes
             c.peak_bytes = before.peak
-            if after.total - made != before.total:           # other code has allocated meanwhile
-                c.peak_bytes = max(before.peak, after.peak - nbytes)
             arenapy_lock_release(&c.lock)
             give_back_growth(
                 c, self.grows_from, before.regions, before.capacity, size, holes)

@@ -168,12 +168,16 @@ cdef class BlockBatch:
     cdef size_t* sizes                   # the caller's to fill in
     cdef Py_ssize_t filled               # by `repeat`
     cdef Entry* entries
-    cdef Asked asked                     # what taking them was counted as, and peaks from before
-    cdef int64_t peaks[N_CLASSES + 1]
+    cdef Asked asked                     # what taking them was counted as
+    cdef int64_t peaks[N_CLASSES + 1]    # from before, or of others since
+    cdef int64_t taken[N_CLASSES + 1]    # bytes of the first `counted` entries
+    cdef Py_ssize_t counted
 
     cdef void repeat(self, size_t size, Py_ssize_t count) noexcept nogil
     cdef void begin(self, PoolCore core) noexcept nogil
     # Take more of them, as many as there is memory for; how many those were.
     cdef Py_ssize_t take(self, PoolCore core, bint miss) noexcept nogil
+    # Other code has run, and may have allocated: what it reached stays when this is undone.
+    cdef void note_others(self, PoolCore core) noexcept nogil
     # As if none had been taken.
     cdef void undo(self, PoolCore core) noexcept nogil

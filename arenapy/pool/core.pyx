@@ -646,6 +646,20 @@ cdef class BlockBatch:
         self.done += got
         return got
 
+    cdef void note_others(self, PoolCore core) noexcept nogil:
+        cdef Descriptor* d
+        cdef int k
+        while self.counted < self.done:
+            d = named(core, self.entries[self.counted].block_id)
+            self.taken[d.size_class] += d.size
+            self.taken[N_CLASSES] += d.size
+            self.counted += 1
+        core.lock_all()
+        core.add_up_all()
+        for k in range(N_CLASSES + 1):       # these blocks were live meanwhile
+            self.peaks[k] = max(self.peaks[k], core.totals[k].peak - self.taken[k])
+        core.unlock_all()
+
     cdef void undo(self, PoolCore core) noexcept nogil:
         core.heap_alloc_undo(self.done, self.entries, &self.asked, self.peaks)
         self.done = 0

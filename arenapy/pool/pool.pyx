@@ -823,7 +823,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):
-                    miss = self.more(batch.sizes[batch.done], c.block_align, True, round)
+                    try:
+                        miss = self.more(batch.sizes[batch.done], c.block_align, True, round)
+                    finally:
+                        batch.note_others(c)
                 round = 0 if got else round + 1
         except BaseException:
             batch.undo(c)

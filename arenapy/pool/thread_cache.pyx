@@ -24,7 +24,7 @@ and depots.
 """
 cimport cython
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memcpy, memmove
 
 from arenapy.pool.hot_path cimport (
     block_is_valid, count_block, discount_block, forbid_block, magazine_is_valid, named, pop,
@@ -398,8 +398,6 @@ cdef class ThreadCaches(Segments):
                 self.count_asked(self.class_at[s], True, asked)
             permit(self, <uintptr_t>out[i].ptr, sizes[i])
             i += 1
-        if i < n:                            # other code runs next: its peaks are with these blocks
-            self.add_up_own(f)
         arenapy_spin_release(&self.heap_lock)
         biased_release(&f.lock)
         return i
@@ -411,16 +409,12 @@ cdef class ThreadCaches(Segments):
         cdef Count* count
         cdef Py_ssize_t i
         cdef size_t size
-        cdef int64_t[N_CLASSES + 1] undone
         cdef Descriptor* d
         cdef int k
-        memset(undone, 0, sizeof(undone))
         biased_acquire(&f.lock)
         for i in range(n - 1, -1, -1):
             d = &self.descriptors[id_of(blocks[i].block_id)]
             size = d.size
-            undone[d.size_class] += size
-            undone[N_CLASSES] += size
             if d.state == SPAN:
                 push(self, f, d, blocks[i].ptr, blocks[i].block_id)
                 f.small[d.step].allocations -= 1         # and so one free less
@@ -433,9 +427,7 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_acquire(&self.heap_lock)
         self.add_up_own(f)
         for k in range(N_CLASSES + 1):
-            # What other code has reached meanwhile stays.
-            self.totals[k].peak = max(
-                max(peaks[k], self.totals[k].live), self.totals[k].peak - undone[k])
+            self.totals[k].peak = max(peaks[k], self.totals[k].live)
         for k in range(N_CLASSES):
             self.asked.misses[k] -= asked.misses[k]
             self.asked.splits[k] -= asked.splits[k]

@@ -151,6 +151,22 @@ def test_work_between_captures_counts_however_many_there_were(gpu, named, n, kep
     assert slab.stats().pending_bytes == 0
 
 
+def test_streams_wait_for_those_of_the_same_capture_alone(gpu):
+    a, b, outside, another = [cuda.Stream() for _ in range(4)]
+    gpu.begin_capture(a.handle, RELAXED)
+    gpu.begin_capture(another.handle, RELAXED)
+    b.wait(a.record())  # so it is in the capture
+    a.wait(b)
+    b.wait(a)
+    for other in outside, another:
+        for one, two in ((a, other), (other, a)):
+            with pytest.raises(cuda.CudaError, match="captured into a graph"):
+                one.wait(two)
+    a.wait(b)
+    for one in a, another:
+        gpu.destroy_graph(gpu.end_capture(one.handle))
+
+
 @pytest.mark.parametrize("named", ["CuPy", "numba", "older numba"])
 @pytest.mark.parametrize("way", ["copy", "record_stream", "captures of a block that stays"])
 def test_streams_end_with_their_objects(gpu, named, way):

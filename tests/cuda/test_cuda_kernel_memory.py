@@ -61,6 +61,19 @@ def test_what_kernels_did(gpu, stream):
     assert at(slab.address + 256, "<2I") == (0, 2**32 - 2**8)
 
 
+@pytest.mark.parametrize("named", ["reset", "used", "buffer"])
+def test_counters_come_after_streams_that_were_named(gpu, named):
+    arena, s = cuda.KernelArena(1 << 20), cuda.Stream()
+    name = {
+        "reset": arena.reset,
+        "used": arena.used,
+        "buffer": lambda s: arena.buffer(arena.address + ARENA_AT, 64, stream=s),
+    }
+    name[named](s)
+    gpu.launch(s.handle, lambda: a_kernel_took(arena, 0, 7), [(arena.address, ARENA_AT)])
+    assert arena.overflowed == 7
+
+
 def test_a_buffer_forbids_a_reset(gpu):
     arena = cuda.KernelArena(1 << 20)
     a_kernel_took(arena, 64)

@@ -245,6 +245,22 @@ def test_it_is_sent_when_its_streams_are_done(gpu, how, own):
     assert content(sent(block, how)) == b"\t" * MIB
 
 
+@pytest.mark.parametrize("named", ["record_stream", "fill"])
+def test_a_block_that_a_running_capture_uses_is_not_sent(gpu, pair, named):
+    stream, block = new_stream(gpu), ALLOCATORS["pool"]().alloc(MIB)
+    gpu.begin_capture(stream.handle_)
+    if named == "fill":
+        block.fill(7, stream=stream)
+    else:
+        block.record_stream(stream)
+    with pytest.raises(cuda.CudaError, match="captured into a graph"):
+        arenapy.send(pair[0], block)
+    graph = graph_of(gpu, stream)
+    assert content(sent(block)) == content(block)
+    gpu.destroy_graph(graph)
+    gpu.drain()
+
+
 def test_a_stream_that_is_captured_is_refused(gpu, pair):
     stream = new_stream(gpu)
     pool = ALLOCATORS["pool"]()

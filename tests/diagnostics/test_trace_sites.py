@@ -83,6 +83,44 @@ def test_the_callers_of_an_allocation(path, make, sites):
     assert len(trace.load(path).sites) == (1, 2, 3, 3)[sites]
 
 
+def test_a_finalizer_that_allocates_amid_a_new_site(path):
+    """Up to 3.11 the collector may run where a new call stack is written down."""
+
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            ask()
+
+    pool, asks, kept = arenapy.Pool(), [], []
+    for n in range(300):
+        names = {"pool": pool}
+        exec(compile(f"def ask():\n    pool.alloc({n})", f"file{n}.py", "exec"), names)
+        asks.append(names["ask"])
+    thresholds, enabled = gc.get_threshold(), gc.isenabled()
+    gc.collect()
+    gc.set_threshold(3, 1000, 1000)
+    try:
+        with trace.record(pool, path, sites=1):
+            for n, ask in enumerate(asks):
+                gc.disable()
+                for _ in range(5):
+                    Cycle()
+                kept.append([[] for _ in range(n % 7)])  # where the collector begins
+                gc.enable()
+                ask()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.collect()
+        if not enabled:
+            gc.disable()
+    found = trace.load(path)
+    events = found.events[found.events["operation"] == trace.OPERATIONS["alloc"]]
+    for nbytes, site in zip(events["nbytes"].tolist(), events["site"].tolist(), strict=True):
+        assert found.sites[site][0].file == f"file{nbytes}.py"
+
+
 def test_a_method_has_its_class_in_its_name(path):
     pool = arenapy.Pool()
     with trace.record(pool, path, sites=4):

@@ -358,6 +358,8 @@ def test_an_absolute_path_needs_no_current_folder(path, tmp_path, monkeypatch):
     os.chdir(gone)
     gone.rmdir()
     assert File(path).region().nbytes == path.stat().st_size
+    entries = {entry.name: entry for entry in os.scandir(tmp_path)}  # of no class of paths
+    assert File(entries[path.name]).region().nbytes == path.stat().st_size
     relative = [File("data", mode) for mode in ("r", "r+", "w+")]
     relative += [pickle.loads(pickle.dumps(one)) for one in relative]
     os.chdir(tmp_path)

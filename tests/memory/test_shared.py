@@ -13,10 +13,12 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import resource_sharer
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -324,6 +326,33 @@ def test_a_message_under_way_is_a_lease(arena):
     assert freed(arena)
     ours.close()
     theirs.close()
+
+
+def test_a_scope_ends_without_python_code_when_a_message_has_arrived():
+    """In which a signal's exception would leave the scope as it is."""
+
+    class Child:
+        pid = None
+
+        def duplicate_for_child(self, fd):
+            return fd
+
+        DupFd = duplicate_for_child  # which pickles it
+
+    arena, came = Bump(1 << 20, Shared()), []
+    message, before = arena.alloc(1000), arena.used
+    child = Child()
+    set_spawning_popen(child)
+    try:
+        ForkingPickler.dumps(message)
+    finally:
+        set_spawning_popen(None)
+    with arena.scope():
+        arena.alloc(5000)
+        child.pid = 1
+        sys.setprofile(lambda frame, event, _: came.append(frame.f_code) if event == "call" else 0)
+    sys.setprofile(None)
+    assert came == [] and arena.used == before
 
 
 def test_unread_messages_of_a_killed_receiver(arena, other):

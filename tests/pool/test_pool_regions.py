@@ -1,13 +1,15 @@
-"""A Pool over regions of which none begins on a page, asked for by two threads at once."""
+"""A Pool and its regions: when it asks for one, and when it gives one back to have another."""
 
 import threading
 import time
 
 import pytest
 from helpers import PAGE
+from hypothesis import given
+from hypothesis import strategies as st
 from sources import Regions
 
-from arenapy import OutOfMemory, Pool
+from arenapy import Existing, File, OutOfMemory, Pool, measure
 
 MIB = 1 << 20
 
@@ -147,3 +149,99 @@ def test_no_address_space_for_a_pool(run_script):
     """)
     assert out.startswith("MemoryError no address space for the bookkeeping of a pool")
     assert "`ulimit -v`" in out
+
+
+class Budget(Regions):
+    """Has so many bytes for all regions that are there."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most = most
+
+    def region(self, nbytes):
+        if sum(self.sizes.values()) + nbytes > self.most:
+            raise OutOfMemory(f"{nbytes} bytes are more than this source has left")
+        return super().region(nbytes)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12 * 16)), max_size=20))
+def test_what_a_pool_refuses_it_refuses_after_a_trim(steps):
+    """Its source is asked again when all that is idle was given back."""
+    pool, blocks = Pool(source=Budget(16 * MIB)), []
+    for drops, n in steps:
+        if drops and blocks:
+            blocks.pop(n % len(blocks)).release()
+            continue
+        try:
+            blocks.append(pool.alloc(n * MIB // 16))
+        except OutOfMemory:
+            pool.trim()
+            with pytest.raises(OutOfMemory):
+                pool.alloc(n * MIB // 16)
+    pool.check()
+
+
+ONLY = {
+    "memory": lambda path: Existing(bytearray(17 * MIB)),
+    "file": lambda path: File(path, "r+"),
+    "new file": lambda path: File(path, "w+"),
+}
+REQUESTS = {
+    "one": lambda pool: pool.alloc(10 * MIB),
+    "many": lambda pool: pool.alloc_many([MIB] * 10),
+    "prewarm": lambda pool: pool.prewarm({MIB: 10}),
+}
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("only", ONLY)
+def test_a_source_of_one_region_gives_all_of_it_again_after_a_trim(tmp_path, only, request_, live):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16 * MIB))
+    pool = Pool(16 * MIB, ONLY[only](path))
+    for _ in range(3):
+        small = pool.alloc(1000) if live else None
+        REQUESTS[request_](pool)
+        del small
+        pool.trim()
+        assert pool.stats().reserved_bytes == 0
+
+
+def test_a_small_first_region_of_the_only_one_is_given_back_for_a_larger_one():
+    pool = Pool(source=Existing(bytearray(17 * MIB)), initial_bytes=MIB)
+    small = pool.alloc(1000)
+    with pytest.raises(OutOfMemory):
+        pool.alloc(10 * MIB)
+    small.release()
+    assert pool.alloc(10 * MIB).nbytes == 10 * MIB
+
+
+BATCHES = {
+    "refused": lambda pool, n: pool.alloc_many([MIB] * n + [90 * MIB]),
+    "prewarm": lambda pool, n: pool.prewarm({MIB: n}),
+}
+
+
+@pytest.mark.parametrize("before", [0, 3 * MIB, 20 * MIB])
+@pytest.mark.parametrize("n", [0, 3, 30])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_batch_that_is_undone_keeps_the_peak_of_others(batch, n, before):
+    """They allocate while it waits for memory."""
+    source, others = InBetween(), 0
+    pool = Pool(64 * MIB, source)
+    kept = pool.alloc(MIB // 2)
+    if before:
+        pool.alloc(before).release()
+    pool.trim()
+    source.between = lambda: pool.alloc(4 * MIB).release()
+    with measure(pool) as measured:
+        try:
+            BATCHES[batch](pool, n)
+        except OutOfMemory:
+            assert batch == "refused"
+        if source.between is None:  # it came between
+            others = 1
+    assert others or not n
+    assert pool.stats().peak_bytes == max(4 * MIB * others, before) + kept.nbytes
+    assert (measured.allocations, measured.peak) == (others, 4 * MIB * others + kept.nbytes)

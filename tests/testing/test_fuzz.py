@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,11 +65,13 @@ def test_standard_error_may_be_closed():
 
 @pytest.mark.full
 def test_what_is_found_is_made_small_and_kept(tmp_path):
-    kept = tmp_path / "kept.jsonl"
+    kept = tmp_path / "kept in a folder.jsonl"
     done = fuzz("crashing:Overlapping", "--seed", "7", "--save", str(kept))
     assert done.returncode == 1
     assert "overlaps block" in done.stdout
     assert len(kept.read_text().splitlines()) < 12
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("again: ")]
+    assert shlex.split(said)[1:] == ["python", "-m", "arenapy.testing", "reproduce", str(kept)]
     again = subprocess.run(
         [sys.executable, "-m", "arenapy.testing", "reproduce", str(kept)],
         capture_output=True,
@@ -580,6 +583,31 @@ def test_an_exception_without_a_text_is_a_fault():
 
     found = attack(Broken, examples=5, shrink=0)
     assert list(found.findings) == ["Mute"] and "has no text" in found.error
+
+
+@pytest.mark.parametrize("text", ["", "a text"])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.full
+def test_a_program_is_made_small_whatever_the_exception_says(text, apart):
+    class Broken(AllocatorMachine):
+        alignments = st.none()
+
+        def make(self):
+            return ctypes.create_string_buffer(1 << 20), [0]
+
+        def allocate(self, state, nbytes, align):
+            memory, cursor = state
+            if nbytes > 100:
+                raise KeyError if text == "" else RuntimeError(text)
+            cursor[0] += 100
+            return ctypes.addressof(memory) + cursor[0] % (1 << 19)
+
+        def address(self, block):
+            return block
+
+    found = attack(Broken, examples=20, shrink=5, apart=apart)
+    assert "did not show it again" not in found.error
+    assert [step.name for step in found.failing.steps] == ["start", "allocate_block"]
 
 
 @pytest.mark.parametrize("end", ["crash", "hang"])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trace_blocks import CODES, traced
 
+import arenapy
 from arenapy import trace
 from arenapy.trace import Frame
 from arenapy.trace.holders import format_ns, grouped, holders, label, lifetimes, place
@@ -141,6 +142,7 @@ def test_the_stack_of_a_holder_is_that_of_most_bytes():
             ],
             2,
         ),
+        ([arenapy.errors.__file__, "/home/x.py"], 1),  # a checkout
         (["/home/numpy/x.py", "/home/y.py"], 0),  # somebody's own folder of that name
         (["/v/site-packages/pandas/x.py", "/home/y.py"], 0),
         (["/v/site-packages/torch/nn/x.py", "/home/y.py"], 1),
