@@ -174,9 +174,9 @@ cdef int put_in_force(object handler, tuple stack) except -1:
 
 # To leave takes some hundred bytes. If there is no memory, they come from this reserve, which is
 # freed then. No other code runs between. CPython's allocator asks malloc when it has no pages left:
-# malloc does not map so few bytes, and keeps them when they are free. The allocator of free-threaded
-# CPython keeps an object's memory for a while, so this is no object. Memory of 128 KiB or less
-# shares its page, which is not free as long as the others in it are not.
+# malloc does not map so few bytes, and keeps them when they are free. A free-threaded CPython keeps
+# the memory of an object for a while, so this is no object. There, 128 KiB or less share a page,
+# which is not free as long as others in it are not.
 cdef enum:
     RESERVED = 64 << 10      # bytes
     RESERVED_FREE_THREADED = 256 << 10

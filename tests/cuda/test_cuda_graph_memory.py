@@ -457,7 +457,7 @@ def test_a_program_that_has_an_allocator_for_each_capture_needs_no_more_memory(
 ):
     """The memory of each is given back, or kept until it may be, while the stream is captured."""
     s, one, block, calls = cuda.Stream(), None, None, []
-    for i in range(100):
+    for _ in range(100):
         before = gpu.calls.total()
         gpu.begin_capture(s.handle, RELAXED)
         one = ALLOCATORS[allocator](SOURCES[source]())
