@@ -592,6 +592,9 @@ cdef class StreamHooks:
     cdef void leave(self, tuple regions) noexcept:
         pass
 
+    cdef int extend(self, object block) except -1:
+        return 0
+
     cdef int move(self, object to, object source) except -1:
         raise NotImplementedError
 

@@ -319,7 +319,7 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef bint done, at_end
+        cdef bint done, at_end, used
         cdef uintptr_t start
         cdef Py_ssize_t size
         check_open(buffer)
@@ -327,6 +327,9 @@ cdef class Bump(Allocator):
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         check_growth(buffer, n)
         self.core.open_check()
+        used = buffer.hold != NULL and c.hooks is not None and n > buffer.size
+        if used:
+            c.hooks.extend(buffer)           # which may raise
         done = grow_last(c, buffer, n, &at_end)
         if at_end and isinstance(self.grows_from, InPlace):
             size = buffer.size
@@ -340,6 +343,8 @@ cdef class Bump(Allocator):
                 raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
             done = grow_last(c, buffer, n, &at_end)
         if done:
+            if used:
+                c.hooks.extend(buffer)       # again: other threads may have used the memory since
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
                 start = <uintptr_t>buffer.ptr

@@ -97,6 +97,15 @@ cdef class CudaMemory(Ordering):
         one.transfer(target, origin, s, stream is None, set())
         return wait_or_keep(s, [target, origin]) if stream is None and target.nbytes else 0
 
+    cdef int extend(self, object block) except -1:
+        cdef StreamRef one
+        if self.own is not None:
+            # A fence is of what was exported, which is as long as it was.
+            for one in streams_of(spread(uses_of(<Block>block))):
+                if not one.fence:
+                    follow(one, self.own, True)
+        return 0
+
     cdef int move(self, object to, object source) except -1:
         cdef StreamRef own = <StreamRef>self.own
         cdef list streams = streams_of(told_to(<Block>source))

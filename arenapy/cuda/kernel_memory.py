@@ -16,6 +16,7 @@ from typing import NoReturn
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda.foreign import asbuffer
+from arenapy.cuda.ordering import drop_finished
 from arenapy.cuda.sources import Device, DriverPool, Managed
 from arenapy.cuda.stream import wait_for
 from arenapy.memory.host_request import SIZE_LIMIT, checked_index, checked_size
@@ -81,6 +82,7 @@ class _KernelMemory:
     """Common part of both: a struct with counters in its second line, then the memory."""
 
     _all: Buffer
+    _address: int  # also where the memory is closed
     # Not WeakSets, whose callback is Python code, in which a signal's exception is lost.
     _windows: set[weakref.ref[_Window]]
     _resets: set[weakref.ref[_Reset]]
@@ -92,8 +94,8 @@ class _KernelMemory:
         memory[: len(fresh)].copy_from(fresh)
         # All in one call: a second __init__ that fails or is interrupted changes nothing.
         self.__dict__.update(
-            figures, _all=memory, _fresh=fresh, _first=first, _end=memory.nbytes,
-            _windows=set(), _resets=set(),
+            figures, _all=memory, _address=memory.address, _fresh=fresh, _first=first,
+            _end=memory.nbytes, _windows=set(), _resets=set(),
         )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:
@@ -198,6 +200,8 @@ class _KernelMemory:
         # Before the windows are counted: `buffer` does it the other way.
         self._resets.add(weakref.ref(here, self._resets.discard))
         try:
+            if self._windows:
+                drop_finished()  # streams may have kept them
             n = len(self._windows)
             if n:
                 raise BufferError(
@@ -315,7 +319,7 @@ class KernelArena(_KernelMemory):
         return min(self._counters(stream)[0], self._size)
 
     def __repr__(self) -> str:
-        return f"<KernelArena {format_bytes(self._size)} at {self.address:#x}>"
+        return f"<KernelArena {format_bytes(self._size)} at {self._address:#x}>"
 
 
 class KernelSlab(_KernelMemory):
@@ -411,7 +415,7 @@ class KernelSlab(_KernelMemory):
 
     def __repr__(self) -> str:
         item = format_bytes(self._nbytes)
-        return f"<KernelSlab {self._count} items of {item} at {self.address:#x}>"
+        return f"<KernelSlab {self._count} items of {item} at {self._address:#x}>"
 
 
 def _memory(nbytes: int, source: Device | DriverPool | Managed | None, asked: str) -> Buffer:

@@ -944,6 +944,11 @@ cdef int give_back(Buffer block, object stream) except -1:
     return 0
 
 
+def drop_finished():
+    """Let go of what finished work has kept."""
+    look(True, False)
+
+
 def used_untold(Block block not None):
     """Streams use a block of a device and nobody says which: it waits for all blocking ones."""
     cdef Ordering order = <Ordering?>root_of(block).owner.hooks

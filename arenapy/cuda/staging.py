@@ -35,6 +35,7 @@ from numpy.typing import DTypeLike
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
+from arenapy.cuda.driver import device_count
 from arenapy.cuda.ordering import let_wait, memory_of
 from arenapy.cuda.sources import Device, Pinned
 from arenapy.cuda.stream import Event, Stream, wait_on
@@ -364,6 +365,7 @@ class _Line:
 
     def take(self) -> Buffer:
         """The oldest chunk, for the consumer's stream."""
+        device_count()  # raises in a forked child, which lacks the thread to wait for
         block, task = self.ahead.popleft()
         wait_on(self.consumer, task.result(), self.device_id)
         block.record_stream(self.consumer)

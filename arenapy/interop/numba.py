@@ -25,6 +25,7 @@ from arenapy.pool.pool import Pool
 __all__ = ["manager", "use"]
 
 OLDEST = (0, 20)
+LEGACY = 1  # the default stream, after which all blocking streams come
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -134,11 +135,11 @@ class _Manager:
         """Return numba's pointer to a new block, which it keeps."""
         pool = self._pool()
         try:
-            block = pool.alloc(size)
+            block = pool.alloc(size, stream=LEGACY)
         except OutOfMemory:
             gc.collect()  # arrays may be in cycles
             try:
-                block = pool.alloc(size)
+                block = pool.alloc(size, stream=LEGACY)
             except OutOfMemory as error:
                 raise self.driver.CudaAPIError(OUT_OF_MEMORY, str(error)) from error
         used_untold(block)

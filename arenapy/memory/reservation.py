@@ -157,6 +157,10 @@ class Reservation:
         if stop > start and self.region._make_accessible(start, stop - start):
             self._open = max(self._open, stop)
 
+    def expect(self, nbytes: int) -> None:
+        """Raise OutOfMemory if a part of so many bytes would be refused now."""
+        self._whole.part(nbytes).check()
+
     def decommit(self, offset: int, nbytes: int, stream: object = None) -> None:
         """Give the memory of a part back. To use it again, commit it again.
 

@@ -44,7 +44,8 @@ cdef class PoolMemory:
     cdef double grown_cpu
     cdef size_t peak_pages           # the most that were ever reserved
     cdef object refusal              # why the source refused its last request, or None
-    cdef size_t whole                # pages of the only region, of a source that has one; else 0
+    cdef size_t only                 # bytes of the region of a source that has one; else 0
+    cdef uint64_t turn               # atomic: who gets that region or gives it back, or 0
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
 
     # The first memory: whole pages of about so many bytes.
@@ -58,6 +59,8 @@ cdef class PoolMemory:
     # Wait until another thread's growth, if one is under way, has ended. False: there was none.
     cdef bint wait_for_growth(self) except -1
     cdef int add_region(self, Region region) except -1
+    # The same for a source that has one region. It gives one as large after a trim.
+    cdef int add_only(self, Region region) except -1
     # Make ready what growth at once takes, if the source can.
     cdef int prepare(self) except -1
     # Pages that could be given back now. Merges everything that is free.
@@ -78,6 +81,9 @@ cdef class PoolMemory:
     cdef size_t excess(self, size_t pages, Place* place) noexcept
     cdef bint grow_reservation(
         self, size_t pages, size_t wished, size_t* missing, Place* place) except -1
+    cdef bint grow_only(self, size_t pages, size_t* missing) except -1
+    cdef bint take_turn(self) except -1
+    cdef int expect(self, size_t nbytes) except -1
     cdef int commit(self, uint32_t id) except -1
     cdef object commit_by_source(self, uint32_t id)
     cdef bint at_once(self) noexcept

@@ -21,7 +21,8 @@ from posix.time cimport (
 from arenapy.allocator.allocator cimport check_unseen, is_refusal, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_spin_acquire, arenapy_spin_release, arenapy_sub,
+    arenapy_add, arenapy_cas, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_store,
+    arenapy_sub,
 )
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
@@ -76,6 +77,7 @@ cdef enum:
     MOMENT = 200             # microseconds
     PATIENCE = 50_000        # moments
     NO_LIMIT = 1 << 30
+    LARGE_PAGES = 64 << 10   # 256 MiB, of which the map has 256 KiB
     AHEAD_LEAST = 128 << 20  # bytes: half of what a reservation makes accessible
     AT_ONCE_MOST = 64 << 20  # bytes
     ADDRESSES_SHARE = 32     # a share: of those that are left, which a pool reserves at once
@@ -193,11 +195,44 @@ cdef class PoolMemory:
         wished = max(wished, pages)
         # Afterwards, that is.
         self.core.tight = self.left() <= self.core.reserved_pages + 2 * wished
-        if self.core.reserved_pages == 0:    # it was trimmed: the next one is the only one, too
-            wished = max(wished, self.whole)
+        if self.only:
+            return self.grow_only(pages, missing)
         if self.may_reserve:
             return self.grow_reservation(pages, wished, missing, place)
         return self.grow_region(pages, wished, missing)
+
+    cdef bint grow_only(self, size_t pages, size_t* missing) except -1:
+        """The one region of its source again, which a trim has given back."""
+        cdef bint mine
+        if self.core.n_segments or pages << PAGE_BITS > self.only:
+            raise OutOfMemory(f"it has one region, of {self.only} bytes")
+        mine = self.take_turn()
+        try:
+            # Another thread may have got it.
+            return self.core.n_segments or self.grow_region(pages, pages, missing)
+        finally:
+            if mine:
+                arenapy_store(&self.turn, 0)
+
+    cdef bint take_turn(self) except -1:
+        """Wait while another thread gets the only region, or gives it back.
+
+        False: it takes too long, and may wait for this very thread; or it is this one.
+        """
+        cdef uint64_t me = <uint64_t>self.core.forks << 32 | <uint32_t>(this_thread() >> 12) | 1
+        cdef uint64_t who = 0
+        cdef int n
+        for n in range(PATIENCE):
+            # A thread from before a fork is not there.
+            if (who >> 32 != self.core.forks or who == 0) and arenapy_cas(&self.turn, &who, me):
+                return True
+            if who == me:
+                return False
+            with nogil:
+                usleep(MOMENT)
+            PyErr_CheckSignals()
+            who = arenapy_load(&self.turn)
+        return False
 
     cdef bint grow_behind(self, uint64_t block_id, uint32_t pages) except -1:
         cdef PoolCore c = self.core
@@ -236,6 +271,8 @@ cdef class PoolMemory:
         cdef uint32_t id
         cdef bint fresh = False              # the address space is of this call
         while True:
+            if pages > LARGE_PAGES:          # a map of that many takes memory itself
+                self.expect(pages << PAGE_BITS)
             if not c.grow_map(min(wished + HUGE_PAGES, self.left())):
                 raise MemoryError("no memory for the bookkeeping of a pool")
             arenapy_spin_acquire(&c.heap_lock)
@@ -262,6 +299,14 @@ cdef class PoolMemory:
                 self.may_reserve = c.n_segments > 0
                 return self.grow_region(pages, wished, missing)
             fresh = True
+
+    cdef int expect(self, size_t nbytes) except -1:
+        """OutOfMemory: the system does not have that much now."""
+        for reservation in self.reservations.copy().values():
+            if type(reservation) is Reservation:
+                reservation.expect(nbytes)
+            break
+        return 0
 
     cdef bint add_reservation(self, size_t pages) except -1:
         """Address space for so many pages, which have no memory. False: the source has none.
@@ -418,7 +463,7 @@ cdef class PoolMemory:
     cdef bint grow_region(self, size_t pages, size_t wished, size_t* missing) except -1:
         cdef PoolCore c = self.core
         cdef bint padded = self.unaligned    # another thread may set it meanwhile
-        cdef size_t least = pages + padded
+        cdef size_t least = pages + (padded and not self.only)
         cdef size_t left, want
         cdef uint32_t forks
         cdef double start = now(CLOCK_MONOTONIC), cpu = now(CLOCK_PROCESS_CPUTIME_ID)
@@ -437,7 +482,8 @@ cdef class PoolMemory:
         try:
             me = enter(c)
             try:
-                region = make_region(self.core, self.source, want << PAGE_BITS)
+                region = make_region(
+                    self.core, self.source, self.only if self.only else want << PAGE_BITS)
             except MemoryError:
                 if want == least:
                     raise
@@ -448,7 +494,7 @@ cdef class PoolMemory:
                 stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
                 self.refusal = None
                 return True
-            if padded:
+            if padded or self.only:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
         except BaseException as error:
             self.refusal = refusal_of(error)
@@ -464,6 +510,11 @@ cdef class PoolMemory:
         self.unaligned = True                # ask for one page more from now on
         region = None
         return self.grow_region(pages, wished, missing)
+
+    cdef int add_only(self, Region region) except -1:
+        self.add_region(region)
+        self.only = region.size
+        return 0
 
     cdef int add_region(self, Region region) except -1:
         if region is None:
@@ -561,7 +612,9 @@ cdef class PoolMemory:
         cdef uint32_t id
         cdef int segment
         cdef Region region
+        cdef bint mine
         while freed < pages and not c.shut and have_spare(c):
+            mine = self.only and self.take_turn()
             c.lock_all()
             id = 0
             segment = c.idle_segment(<size_t>-1 if enough else pages - freed)
@@ -579,6 +632,10 @@ cdef class PoolMemory:
                 record(c, EVENT_TRIM, region.ptr, region.size)
                 c.drop_region(region)
                 region = None                # which may unmap it
+            if mine:
+                arenapy_store(&self.turn, 0)
+            if segment >= 0:
+                pass
             elif id == 0:
                 break
             elif not self.decommit(id):

@@ -194,8 +194,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 # The file is emptied by it. So it gets the page that a pool needs at least, and
                 # is not refused afterwards.
                 size = max(initial, <size_t>PAGE) if initial else max_bytes
-            self.memory.add_region(ask_source(source, size))
-            self.memory.whole = core.reserved_pages
+            self.memory.add_only(ask_source(source, size))
         elif initial:
             self.memory.begin(initial)
         elif core.hooks is None:
@@ -713,7 +712,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         # Each round asks about all blocks that are pending: so there should be few.
         cdef Py_ssize_t wait = 1 << min(max(round - FEW_ROUNDS, 0), 30)
         cdef StreamCaches streams = self.streams
-        cdef size_t missing = 0, wished, before, idle, least
+        cdef size_t missing = 0, wished, before, idle, least, freed
+        cdef size_t most = <size_t>-1        # idle pages that are given back for a source
         cdef size_t pages = c.pages_for(n, align)
         cdef Place place = Place(0, 0, 0)
         cdef object error = None
@@ -747,9 +747,14 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if not c.merges_first and has_run(c, pages):
                 return False
             if missing == 0:                 # a source does not say how much it lacks
-                missing = min(place.lacking if place.lacking else pages, idle)
-            if missing > idle or self.memory.shrink(missing, True, &place) == 0:
+                most = min(most, idle)       # others may free memory as long as this goes on
+                missing = min(place.lacking if place.lacking else pages, most)
+            if missing > idle or self.memory.only:
                 break
+            freed = self.memory.shrink(missing, True, &place)
+            if freed == 0:
+                break
+            most -= min(most, freed)
             wished = pages
         # Another thread that grows has the room meanwhile, and may have had more than it needs.
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):

@@ -208,15 +208,6 @@ def test_a_source_of_one_region_gives_all_of_it_again_after_a_trim(tmp_path, onl
         assert pool.stats().reserved_bytes == 0
 
 
-def test_a_small_first_region_of_the_only_one_is_given_back_for_a_larger_one():
-    pool = Pool(source=Existing(bytearray(17 * MIB)), initial_bytes=MIB)
-    small = pool.alloc(1000)
-    with pytest.raises(OutOfMemory):
-        pool.alloc(10 * MIB)
-    small.release()
-    assert pool.alloc(10 * MIB).nbytes == 10 * MIB
-
-
 BATCHES = {
     "refused": lambda pool, n: pool.alloc_many([MIB] * n + [90 * MIB]),
     "prewarm": lambda pool, n: pool.prewarm({MIB: n}),
