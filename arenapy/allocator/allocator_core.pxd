@@ -26,6 +26,7 @@ cdef class AllocatorCore(MemoryOwner):
     cdef bint parents
     cdef str what            # for messages: "arena", "pool", "slab"
     cdef object allocator    # weakref to what the user holds
+    cdef object __weakref__
     cdef PyObject* recorder  # of `recorders`, the last one; NULL: not recording
     cdef uint64_t n_recording    # atomic: threads that may have read `recorder`, and are using it
     cdef list recorders      # unseen: all that such a thread may be using
@@ -52,6 +53,7 @@ cdef class AllocatorCore(MemoryOwner):
     cdef int settle_sends(self) except -1
     # Begin to record into a Recorder, or (None) end: the recording into `ended`, or (None) any.
     cdef int record_into(self, object recorder, object ended) except -1
+    cdef int change_recorder(self, object recorder, object ended) except -1
     cdef void recording_ends(self) noexcept nogil
     cdef void record_now(self, int op, void* block, size_t nbytes) noexcept nogil
     # Debug mode, if that is wanted: is it? Nothing below is called without it, but for `poison`,

@@ -6,6 +6,7 @@ are free.
 """
 cimport cython
 from cpython.object cimport PyObject
+from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
@@ -62,6 +63,7 @@ cdef class AllocatorCore(MemoryOwner):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
+        self.weak = PyWeakref_NewRef(self, None)
         self.regions = ()
         self.what = "arena"
         self.recorders = unseen_list()
@@ -108,11 +110,11 @@ cdef class AllocatorCore(MemoryOwner):
         unregister_core(self)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
-        """Add a region. `regions` is all of them: to make it may run code that uses this."""
+        """Add a region of this allocator. `regions` is all of them: to make it may run code that uses
+        this."""
         if not make_room(
                 <void**>&self.region, &self.cap_regions, len(regions), sizeof(PyObject*)):
             raise MemoryError("no memory for the bookkeeping of an allocator")
-        region.attach(self)
         if self.hooks is None and region.hooks is not None:
             self.take_hooks(region.hooks.bound(None))
         self.forget(region)
@@ -229,6 +231,10 @@ cdef class AllocatorCore(MemoryOwner):
         return (<Region>self.region[region]).leases(start, end, at, stop) != 0
 
     cdef int record_into(self, object recorder, object ended) except -1:
+        with cython.critical_section(self):  # two may begin at once
+            return self.change_recorder(recorder, ended)
+
+    cdef int change_recorder(self, object recorder, object ended) except -1:
         if recorder is not None:             # a recording ends after a region too, and in a child
             self.open_check()
             if not isinstance(recorder, Recorder):

@@ -146,6 +146,7 @@ cdef class MemoryOwner:
     cdef Freelist freelist               # GIL builds only
     cdef char* freelists                 # others: N_FREELISTS of them, FREELIST_BYTES each; or NULL
     cdef PyObject* shards                # a list, its allocator's, which alone may use it; or NULL
+    cdef object weak                     # an allocator's core: a weak reference to it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 

@@ -510,7 +510,7 @@ cdef class Bump(Allocator):
             status = rewind(c, f)
             if status == 0:
                 while c.last_mark != NULL and c.last_mark != <PyObject*>mark:
-                    end_mark(<Mark>c.last_mark)
+                    end_mark(c.last_mark)
                 if mark is not None:
                     c.frames[f].c_marks = min(c.frames[f].c_marks, mark.serial)
         arenapy_lock_release(&c.lock)
@@ -558,7 +558,7 @@ cdef class Bump(Allocator):
                 self.rewind_to(mark, self.strict and not failed)
         finally:
             arenapy_lock_acquire(&c.lock)
-            end_mark(mark)
+            end_mark(<PyObject*>mark)
             c.prune()
             arenapy_lock_release(&c.lock)
 

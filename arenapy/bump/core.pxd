@@ -22,7 +22,7 @@ cdef class Arena(AllocatorCore):
     cdef Hold* ask_next      # in the leased list; NULL: begin with the first
     cdef size_t retired_bytes
 
-    cdef int add_region(self, Region region, tuple regions) except -1
+    cdef int add_region(self, Region region, tuple regions, bint known) except -1
     cdef Py_ssize_t in_use(self, Py_ssize_t keep) noexcept nogil
     cdef list drop_regions(self, Py_ssize_t keep)
     cdef void free_or_lease(self, Hold* hold) noexcept nogil
@@ -166,4 +166,4 @@ cdef class Mark:
 
 # With the core's lock held.
 cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept
-cdef void end_mark(Mark mark) noexcept
+cdef void end_mark(PyObject* m) noexcept

@@ -90,13 +90,12 @@ cdef class Arena(AllocatorCore):
         free(self.free.nodes)
         free(self.holes.nodes)
 
-    cdef int add_region(self, Region region, tuple regions) except -1:
+    cdef int add_region(self, Region region, tuple regions, bint known) except -1:
         """Grow (or begin): the region becomes a free extent behind all others.
 
-        `regions` is all of them; see take_region.
+        `regions` is all of them; see take_region. `known`: others saw it before it was this one's.
         """
         cdef uintptr_t start = <uintptr_t>region.ptr
-        cdef bint known = region.seen_elsewhere()    # before it had an allocator
         if not extents_room(&self.free, 1):
             raise MemoryError("no memory for the bookkeeping of an arena")
         self.take_region(region, regions)
@@ -321,14 +320,24 @@ cdef class BumpCore(Arena):
 
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
-        self.add_region(region, (region,))
-        self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
-        self.continue_at(<uintptr_t>region.ptr, 0)
-        self.one_piece = self.leased == NULL
-        if self.unrecorded:
-            self.open_check()
-        self.shut = False
-        self.update_fast_path()
+        cdef bint known = region.seen_elsewhere()
+        region.pin()                         # another thread may close it as soon as it is here
+        try:
+            region.attach(self)
+            try:
+                self.add_region(region, (region,), known)
+            except BaseException:
+                region.detach(False)
+                raise
+            self.runs[0].start = self.runs[0].end = self.frames[0].cursor = <uintptr_t>region.ptr
+            self.continue_at(<uintptr_t>region.ptr, 0)
+            self.one_piece = self.leased == NULL
+            if self.unrecorded:
+                self.open_check()
+            self.shut = False
+            self.update_fast_path()
+        finally:
+            region.unpin()
         return 0
 
     cdef void keep_dead_buffers(self, bint short) noexcept:
@@ -756,7 +765,7 @@ cdef class BumpCore(Arena):
     cdef Py_ssize_t frame_of_mark(self, Mark mark) noexcept:
         """Index of the frame of a Mark, -1 if that was ended."""
         cdef Py_ssize_t f = self.find_frame(mark.id) if mark.valid else -1
-        return f if f >= 0 and stands(&self.frames[f], mark) else -1
+        return f if f >= 0 and stands(&self.frames[f], <PyObject*>mark) else -1
 
     cdef Py_ssize_t survivors(self, Py_ssize_t f) noexcept nogil:
         """How many held blocks a reset to frame `f` would retire."""
@@ -887,7 +896,7 @@ cdef class Mark:
     def __dealloc__(self):
         if self.core is not None:
             arenapy_lock_acquire(&self.core.lock)
-            end_mark(self)
+            end_mark(<PyObject*>self)
             arenapy_lock_release(&self.core.lock)
 
     def __repr__(self):
@@ -898,8 +907,8 @@ seal(Mark, "a Mark is made by Bump.mark(), not by calling the class")
 
 
 cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
-    while core.last_mark != NULL and not stands(frame, <Mark>core.last_mark):
-        end_mark(<Mark>core.last_mark)
+    while core.last_mark != NULL and not stands(frame, core.last_mark):
+        end_mark(core.last_mark)
     core.stamp += 1
     mark.id, mark.serial = frame.id, core.stamp
     frame.python_marks = mark.serial
@@ -911,20 +920,24 @@ cdef void begin_mark(Mark mark, BumpCore core, Frame* frame) noexcept:
     core.live_mark = mark.id
 
 
-cdef bint stands(Frame* frame, Mark mark) noexcept:
+cdef bint stands(Frame* frame, PyObject* m) noexcept:
     """Has no reset in C ended it? It is of this frame, which may be the last one, or an older."""
-    return mark.id < frame.id or mark.id == frame.id and mark.serial <= frame.python_marks
+    return (<Mark>m).id < frame.id or (
+        (<Mark>m).id == frame.id and (<Mark>m).serial <= frame.python_marks)
 
 
-cdef void end_mark(Mark mark) noexcept:
-    if not mark.valid:
+cdef void end_mark(PyObject* m) noexcept:
+    # Nothing is counted: it may be ending in another thread, which waits for the lock.
+    cdef PyObject* older = (<Mark>m).older
+    cdef PyObject* newer = (<Mark>m).newer
+    if not (<Mark>m).valid:
         return
-    mark.valid = False
-    if mark.older != NULL:
-        (<Mark>mark.older).newer = mark.newer
-    if mark.newer != NULL:
-        (<Mark>mark.newer).older = mark.older
+    (<Mark>m).valid = False
+    if older != NULL:
+        (<Mark>older).newer = newer
+    if newer != NULL:
+        (<Mark>newer).older = older
     else:
-        mark.core.last_mark = mark.older
-        mark.core.live_mark = (<Mark>mark.older).id if mark.older != NULL else 0
-    mark.older = mark.newer = NULL
+        (<Mark>m).core.last_mark = older
+        (<Mark>m).core.live_mark = (<Mark>older).id if older != NULL else 0
+    (<Mark>m).older = (<Mark>m).newer = NULL

@@ -249,10 +249,15 @@ cdef int grow_in_place(
     cdef Extent* parts = NULL
     cdef Extent room
     cdef Py_ssize_t n_parts
-    cdef bint found = False
+    cdef bint busy, found = False
     c.open_check()
     n += n == 0
-    if c.growing:
+    arenapy_lock_acquire(&c.lock)
+    busy = c.growing != 0
+    if not busy:
+        c.growing = this_thread()            # nobody else changes the holes, and the size
+    arenapy_lock_release(&c.lock)
+    if busy:
         raise OutOfMemory(
             f"{n} bytes aligned to {align} do not fit, and the arena is growing just now, in "
             "another thread or for an allocation that this code interrupted: allocate afterwards, "
@@ -270,7 +275,6 @@ cdef int grow_in_place(
         if not found:
             raise OutOfMemory(c.full(n, align, max_bytes))
         end = most = start + n
-        c.growing = this_thread()            # nobody else changes the holes, and the size
         missing = without_memory(c, start, end, granule, parts, &n_parts)
         missing += end - base - region.size if end > base + region.size else 0
         spare = max(<size_t>HUGE, region.size // GROWTH_SHARE)
@@ -343,7 +347,7 @@ cdef int give_back_growth(
     cdef uintptr_t start, end
     if not isinstance(source, InPlace):
         while c.n_regions > regions and c.capacity - (
-                <Region>c.regions[c.n_regions - 1]).size >= capacity:
+                <Region>c.listed()[-1]).size >= capacity:
             dropped = c.drop_regions(c.n_regions - 1)
             if not dropped:
                 break
@@ -369,9 +373,10 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
     cdef size_t less
     cdef uintptr_t end
     cdef bint done = False
-    if c.growing:
-        return False
     arenapy_lock_acquire(&c.lock)
+    if c.growing:
+        arenapy_lock_release(&c.lock)
+        return False
     catch_up(c)
     if c.run_is_spare() and extents_room(&c.free, 1):    # it may stand at the end, of all places
         c.pop_run()
@@ -381,10 +386,10 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
     less = min(less, region.size - min(size, region.size))
     if less:
         shorten(c, region, less)
+        c.growing = this_thread()
     end = <uintptr_t>region.ptr + region.size
     arenapy_lock_release(&c.lock)
     if less:
-        c.growing = this_thread()
         try:
             place.shorten(region.size, c.hooks.own if c.hooks is not None else None)
             done = True
@@ -403,8 +408,8 @@ cdef bint cut_end(BumpCore c, InPlace place, size_t capacity, size_t size) excep
     # A hole at the end is no longer in the region.
     arenapy_lock_acquire(&c.lock)
     hole = extents_last(&c.holes)
-    done = (hole != NULL and hole.end == <uintptr_t>region.ptr + region.size
-            and hole.start >= last_position(c)
+    done = (hole != NULL and not c.growing
+            and hole.end == <uintptr_t>region.ptr + region.size and hole.start >= last_position(c)
             and hole.start >= <uintptr_t>region.ptr + size)
     if done:
         region.size = place.ready = hole.start - <uintptr_t>region.ptr
@@ -424,9 +429,10 @@ cdef bint dig_hole(
     cdef size_t most
     cdef Extent* e
     cdef bint done = False
-    if c.growing:
-        return False
     arenapy_lock_acquire(&c.lock)
+    if c.growing:
+        arenapy_lock_release(&c.lock)
+        return False
     catch_up(c)
     most = (c.capacity - min(capacity, c.capacity)) // granule * granule
     if most and not c.shut and extents_room(&c.free, 3) and extents_room(&c.holes, 1):
@@ -442,11 +448,11 @@ cdef bint dig_hole(
             e = extents_below(&c.free, 0, e.start - 1)
         if start < end:
             dig(c, start, end)
+            c.growing = this_thread()
         c.continue_at(c.cursor, 0)
     arenapy_lock_release(&c.lock)
     if start == end:
         return False
-    c.growing = this_thread()
     try:
         place.decommit(start - base, end - start, c.hooks.own if c.hooks is not None else None)
         done = True
@@ -539,7 +545,7 @@ cdef int grow_arena(
     cdef uintptr_t start
     cdef Region region
     cdef tuple before, after
-    cdef bint grown
+    cdef bint grown = False, others
     if isinstance(source, InPlace):
         return grow_in_place(c, <InPlace>source, max_bytes, n, align, False)
     c.open_check()
@@ -548,7 +554,7 @@ cdef int grow_arena(
     least = min(least, max(left, n + (n == 0)))
     if least > left:
         raise OutOfMemory(c.full(n, align, max_bytes))
-    size = min(max(least, GROWTH * (<Region>c.regions[c.n_regions - 1]).size), left)
+    size = min(max(least, GROWTH * (<Region>c.listed()[-1]).size), left)
     try:
         region = make_region(c, source, size)
     except OutOfMemory:
@@ -561,14 +567,20 @@ cdef int grow_arena(
         raise OutOfMemory(c.full(n, align, max_bytes))
     before = c.listed()
     after = before + (region,)
+    others = region.seen_elsewhere()
+    region.attach(c)
     arenapy_lock_acquire(&c.lock)
     try:
         # Else other code grew it, in the source or in a collection of garbage: try again.
-        grown = c.regions is before and c.capacity == known
+        grown = c.regions is before and c.capacity == known and not c.shut
         if grown:
-            c.add_region(region, after)
+            grown = False
+            c.add_region(region, after, others)
+            grown = True
     finally:
         arenapy_lock_release(&c.lock)
+        if not grown:
+            region.detach(False)
     if grown:
         record(c, EVENT_GROW, region.ptr, region.size)
     return 0

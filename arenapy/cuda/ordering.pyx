@@ -234,7 +234,7 @@ cdef class Ordering(StreamHooks):
         found = stream_of(stream, self.device_id)
         # Not a default stream, which is each thread's own. An object that does not keep its stream
         # may name another one later, as an integer may; it is found by its handle.
-        if found.id and found.lasting:
+        if ARENAPY_GIL and found.id and found.lasting:
             itself = stream if found.owner is stream else found
             names.recent = [(itself, found), *names.recent[:MAX_NAMED - 1]]
         return found

@@ -197,7 +197,10 @@ cdef class Allocator:
         """The stream argument that stands for CuPy's current stream."""
         cdef Kept one
         cdef StreamRef named
-        for one in self.kept:
+        cdef list kept
+        with cython.critical_section(self):
+            kept = self.kept
+        for one in kept:
             if one.handle == handle:
                 return one.stream
         if 0 <= handle <= PER_THREAD:
@@ -207,7 +210,8 @@ cdef class Allocator:
         if named.lasting and named.owner is stream:
             one = Kept.__new__(Kept)
             one.handle, one.stream = handle, stream
-            self.kept = [one, *self.kept[:MAX_KEPT - 1]]
+            with cython.critical_section(self):
+                self.kept = [one, *self.kept[:MAX_KEPT - 1]]
         return stream
 
     cdef object general(self, Pool pool, object size, object stream):

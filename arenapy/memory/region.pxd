@@ -44,6 +44,7 @@ cdef class Region(MemoryOwner):
     cdef uint64_t holds                   # atomic: held Buffers whose owner this region is
     cdef uint64_t pinned_by               # the thread that changes its memory just now, or 0
     cdef PyObject* user                   # the allocator's core over it, which keeps this alive
+    cdef object user_ref                  # a weak reference to it, under `lock`
     cdef bint messages                    # carry `file`, where receivers have their leases
     cdef Seen* seens                      # what forked children see
     cdef bint lease_lost                  # a fork could not be recorded: every byte is leased
@@ -58,6 +59,8 @@ cdef class Region(MemoryOwner):
     # Before an allocator takes it: may other processes see its bytes?
     cdef bint seen_elsewhere(self) noexcept nogil
     cdef int attach(self, MemoryOwner core) except -1
+    # The allocator's core, or None: there is none, or it is ending.
+    cdef MemoryOwner living_user(self)
     # The allocator is gone, or (`streams`) its stream may still be at work there.
     cdef void detach(self, bint streams) noexcept
     # The file, with an open file description of its own.

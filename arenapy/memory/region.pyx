@@ -409,21 +409,28 @@ cdef class Region(MemoryOwner):
         >>> region.closed
         True
         """
-        cdef MemoryOwner user = <MemoryOwner>self.user if self.user != NULL else None
-        cdef MemoryOwner guard = self if user is None else user
-        cdef bint held
-        if self.gone:
-            return
-        if guard.hooks is not None:
-            guard.hooks.collect(<PyObject*>guard, False)
-        arenapy_lock_acquire(&guard.lock)
-        held = (arenapy_load(&self.holds) != 0 or self.pinned_by != 0
-                or (user is not None and user.has_holds()))
-        if not held:
-            self.gone = GONE_CLOSED
-            if user is not None:
-                user.disable(GONE_CLOSED)
-        arenapy_lock_release(&guard.lock)
+        cdef MemoryOwner user, guard
+        cdef bint held, closed, known = False
+        while not known:
+            user = self.living_user()
+            guard = self if user is None else user
+            if guard.hooks is not None:
+                guard.hooks.collect(<PyObject*>guard, False)
+            arenapy_lock_acquire(&guard.lock)
+            closed = self.gone != 0
+            known = closed or self.user == (NULL if user is None else <PyObject*>user)
+            held = not known and user is None            # by an allocator that ends just now
+            if known and not closed:
+                held = (arenapy_load(&self.holds) != 0 or self.pinned_by != 0
+                        or (user is not None and user.has_holds()))
+                if not held:
+                    self.gone = GONE_CLOSED
+                    if user is not None:
+                        user.disable(GONE_CLOSED)
+            arenapy_lock_release(&guard.lock)
+            if closed:                       # by another thread, or before
+                return
+            known = known or held and self.living_user() is None
         if held:
             raise BufferError(
                 f"{self!r} has Buffers that were exported and are alive, or that calls or streams "
@@ -537,9 +544,27 @@ cdef class Region(MemoryOwner):
             )
         return 0
 
+    cdef MemoryOwner living_user(self):
+        cdef object found
+        arenapy_lock_acquire(&self.lock)
+        found = self.user_ref if self.user != NULL else None
+        arenapy_lock_release(&self.lock)
+        return None if found is None else <MemoryOwner>found()
+
     cdef int attach(self, MemoryOwner core) except -1:
+        cdef object before
+        cdef bint taken
         self.check_unused()
-        self.user = <PyObject*>core
+        arenapy_lock_acquire(&self.lock)     # again: another thread may use it since
+        taken = self.user != NULL or self.gone or arenapy_load(&self.holds) != 0
+        if not taken:
+            before = self.user_ref           # it ends when the lock is free
+            self.user_ref = core.weak
+            self.user = <PyObject*>core
+        arenapy_lock_release(&self.lock)
+        if taken:
+            self.check_unused()
+            raise ValueError(f"{self!r} was used by another thread; give each its own region")
         if self.newborn:                     # of forks from here on, the allocator is told
             self.newborn = self.lease_lost = False
             children_forget(&self.seens)

@@ -479,8 +479,9 @@ cdef Context of_new_thread():
     for entry in reversed(_stack.get()):
         if entry.memory is not None and entry.memory.threads:
             return entry.memory
-    defaults = starts.defaults
-    return defaults[len(defaults) - 1] if defaults else None
+    with cython.critical_section(starts):
+        defaults = starts.defaults
+        return defaults[len(defaults) - 1] if defaults else None
 
 
 cdef object run_under(Context memory, object thread, object own):

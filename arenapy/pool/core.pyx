@@ -11,8 +11,8 @@ from libc.string cimport memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_count, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
-    rank_spin,
+    arenapy_count, arenapy_load, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
+    arenapy_spin_release, rank_spin,
 )
 from arenapy.buffer.block cimport GONE_CLOSED, HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
@@ -70,7 +70,9 @@ cdef class PoolCore(ThreadCaches):
 
     cdef void ready(self) noexcept nogil:
         """Allocate from now on."""
-        self.shut = False
+        arenapy_lock_acquire(&self.lock)
+        self.shut = self.gone != 0           # its first region was closed since, perhaps
+        arenapy_lock_release(&self.lock)
         self.update_fast_path()
 
     cdef void update_fast_path(self) noexcept nogil:

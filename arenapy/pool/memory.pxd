@@ -43,7 +43,7 @@ cdef class PoolMemory:
     cdef double grown_seconds
     cdef double grown_cpu
     cdef size_t peak_pages           # the most that were ever reserved
-    cdef object refusal              # why the source refused its last request, or None
+    cdef str refusal                 # why the source refused its last request, or None
     cdef size_t only                 # bytes of the region of a source that has one; else 0
     cdef uint64_t turn               # atomic: who gets that region or gives it back, or 0
     cdef size_t max_pages            # that may be reserved; the largest size_t: no limit
@@ -58,6 +58,8 @@ cdef class PoolMemory:
     cdef bint grow_behind(self, uint64_t block_id, uint32_t pages) except -1
     # Wait until another thread's growth, if one is under way, has ended. False: there was none.
     cdef bint wait_for_growth(self) except -1
+    cdef int note_refusal(self, str why) except -1
+    cdef str refused(self)
     cdef int add_region(self, Region region) except -1
     # The same for a source that has one region. It gives one as large after a trim.
     cdef int add_only(self, Region region) except -1

@@ -247,6 +247,15 @@ cdef class PoolMemory:
             self.commit(id)
         return id != 0
 
+    cdef int note_refusal(self, str why) except -1:
+        with cython.critical_section(self):
+            self.refusal = why
+        return 0
+
+    cdef str refused(self):
+        with cython.critical_section(self):
+            return self.refusal
+
     cdef bint wait_for_growth(self) except -1:
         cdef size_t busy = self.core.busy_pages
         cdef int n = 0
@@ -352,7 +361,7 @@ cdef class PoolMemory:
                 c.open_check()
             if not self.at_once() or not self.commit_at_once(d.address, nbytes, &lazily):
                 reservation = self.commit_by_source(id)
-            self.refusal = None
+            self.note_refusal(None)
             record(c, EVENT_GROW, <void*>d.address, nbytes)
             stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
             done = True
@@ -384,7 +393,7 @@ cdef class PoolMemory:
         try:
             reservation.commit(<size_t>d.page << PAGE_BITS, <size_t>d.pages << PAGE_BITS)
         except BaseException as error:
-            self.refusal = refusal_of(error)
+            self.note_refusal(refusal_of(error))
             raise
         return reservation
 
@@ -424,7 +433,8 @@ cdef class PoolMemory:
             return 0
         self.ready_from, self.ready_end, self.ready_bytes, self.prefaults = ready
         self.ready_least = self.ready_bytes // 2
-        self.ready = reservation
+        with cython.critical_section(self):
+            self.ready = reservation
         return 0
 
     cdef int prepare(self) except -1:
@@ -436,9 +446,11 @@ cdef class PoolMemory:
             return 0
         for reservation in list(self.reservations.values()):
             self.note_ready(reservation)
-        if self.ready is not None:
-            self.ready.look_ahead()
-            self.note_ready(self.ready)
+        with cython.critical_section(self):
+            newest = self.ready
+        if newest is not None:
+            newest.look_ahead()
+            self.note_ready(newest)
         return 0
 
     cdef int drop_room(self, int segment) except -1:
@@ -447,7 +459,9 @@ cdef class PoolMemory:
         cdef Segment* s = &c.segments[segment]
         cdef Region region = None
         cdef ReservedArray array
-        self.ready, self.ready_end = None, 0
+        self.ready_end = 0
+        with cython.critical_section(self):
+            self.ready = None
         c.lock_all()
         if s.frontier and c.descriptors[s.frontier].pages == s.pages:
             region = <Region><PyObject*>s.region
@@ -492,12 +506,12 @@ cdef class PoolMemory:
             if whole_pages(region) >= pages:
                 self.add_region(region)
                 stop, cpu_stop = now(CLOCK_MONOTONIC), now(CLOCK_PROCESS_CPUTIME_ID)
-                self.refusal = None
+                self.note_refusal(None)
                 return True
             if padded or self.only:
                 raise OutOfMemory(f"{region!r} has less than {pages} whole pages")
         except BaseException as error:
-            self.refusal = refusal_of(error)
+            self.note_refusal(refusal_of(error))
             raise
         finally:
             arenapy_spin_acquire(&c.heap_lock)
@@ -520,7 +534,11 @@ cdef class PoolMemory:
         if region is None:
             raise TypeError(f"{self.source!r}.region() returned None, which is not a Region")
         check_unseen(self.core, region)
-        self.core.add_segment(region, 0, self.max_pages, self.core.own_cache().tick)
+        region.pin()                         # another thread may close it as soon as it is here
+        try:
+            self.core.add_segment(region, 0, self.max_pages, self.core.own_cache().tick)
+        finally:
+            region.unpin()
         if region.checked:                   # a file may shrink
             self.core.update_fast_path()
         record(self.core, EVENT_GROW, region.ptr, region.size)

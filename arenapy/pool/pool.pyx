@@ -680,7 +680,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         bytes that were ever reserved. Why the source refused its last request, or None."""
         cdef PoolMemory memory = self.memory
         return (memory.grown_bytes, memory.grown_seconds, memory.grown_cpu,
-                memory.peak_pages << PAGE_BITS, memory.refusal)
+                memory.peak_pages << PAGE_BITS, memory.refused())
 
     def _trim_stale(self):
         """Give back now what `trim_after` would give back; return the bytes."""
@@ -772,7 +772,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         if error is not None:
             raise OutOfMemory(
                 self.full(n, f"its source has no more ({reason_of(error)})")) from error
-        self.memory.refusal = None           # this is another reason
+        self.memory.note_refusal(None)       # this is another reason
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
             raise OutOfMemory(self.full(n, "it has reached its limit"))

@@ -504,7 +504,7 @@ cdef class StreamCaches:
         if fresh:
             cache = self.of_streams.setdefault(name, new_stream_cache(self.core, name, False))
             self.come += 1
-        if self.core.hooks.always(stream, name):        # which may let go of a stream
+        if ARENAPY_GIL and self.core.hooks.always(stream, name):     # which may let go of a stream
             self.recent = (stream, cache, *self.recent[:2 * MAX_NAMED - 2])
         if fresh and LOOK_SHARE * self.come > len(self.of_streams):
             self.come = 0
@@ -610,7 +610,7 @@ cdef class StreamCaches:
 
     cdef int forget(self, object name, StreamCache cache) except -1:
         if (cache.lent.blocks == 0 and self.core.hooks.ended(name)
-                and self.of_streams.pop(name, None) is not None):
+                and self.of_streams.pop(name, None) is not None and ARENAPY_GIL):
             self.recent = tuple([
                 one for i in range(0, len(self.recent), 2) if self.recent[i + 1] is not cache
                 for one in self.recent[i:i + 2]])

@@ -104,6 +104,7 @@ cdef class Items(AllocatorCore):
     cdef void forget_growth(self) noexcept nogil
     # False: there would be more than `most` items, because something else has grown meanwhile.
     cdef bint add_part(self, Region region, uint64_t items, uint64_t most) except -1
+    cdef bint add_pinned(self, Region region, uint64_t items, uint64_t most) except -1
     # Take a region that has no live item out. False: it has.
     cdef bint remove_part(self, Region region) except -1
     cdef void lock_all(self) noexcept nogil

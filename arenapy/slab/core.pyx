@@ -14,8 +14,9 @@ from libc.string cimport memcpy, memmove, memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_count, arenapy_load, arenapy_load_ptr,
-    arenapy_spin_acquire, arenapy_spin_release, arenapy_store_ptr, arenapy_sub, rank_spin,
+    arenapy_add, arenapy_count, arenapy_load, arenapy_load_ptr, arenapy_lock_acquire,
+    arenapy_lock_release, arenapy_spin_acquire, arenapy_spin_release, arenapy_store_ptr,
+    arenapy_sub, rank_spin,
 )
 from arenapy.buffer.block cimport HELD, Block, Hold
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE, EVENT_GROW, EVENT_TRIM
@@ -356,6 +357,13 @@ cdef class Items(AllocatorCore):
 
     cdef bint add_part(self, Region region, uint64_t items, uint64_t most) except -1:
         """Take over the first `items` items of a region."""
+        region.pin()                         # another thread may close it as soon as it is here
+        try:
+            return self.add_pinned(region, items, most)
+        finally:
+            region.unpin()
+
+    cdef bint add_pinned(self, Region region, uint64_t items, uint64_t most) except -1:
         cdef uint32_t number
         cdef Part* p
         cdef ReservedArray array
@@ -547,7 +555,9 @@ cdef class SlabCore(Items):
 
     cdef void ready(self) noexcept nogil:
         """There is a first region."""
-        self.shut = False
+        arenapy_lock_acquire(&self.lock)
+        self.shut = self.gone != 0           # its first region was closed since, perhaps
+        arenapy_lock_release(&self.lock)
         self.update_fast_path()
 
     cdef void update_fast_path(self) noexcept nogil:

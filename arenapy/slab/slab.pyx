@@ -303,12 +303,12 @@ cdef class Slab(Allocator):
             blocks.append(b)
         if c.checked:
             c.check()
-        before = c.regions
+        before = c.listed()
         try:
             while not c.alloc_blocks(list_items(blocks), count):
                 self.more(count)
         except BaseException:
-            for region in c.regions:
+            for region in c.listed():
                 if region not in before:
                     c.remove_part(region)
             raise
@@ -405,7 +405,7 @@ cdef class Slab(Allocator):
             c.settle_sends()
         c.reclaim_leases()
         c.settle_streams(False)
-        for region in c.regions[:0:-1]:
+        for region in c.listed()[:0:-1]:
             if c.remove_part(<Region>region):
                 freed += (<Region>region).size
         if c.debug:
