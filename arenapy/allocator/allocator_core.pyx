@@ -110,8 +110,7 @@ cdef class AllocatorCore(MemoryOwner):
         unregister_core(self)
 
     cdef int take_region(self, Region region, tuple regions) except -1:
-        """Add a region of this allocator. `regions` is all of them: to make it may run code that uses
-        this."""
+        """Add a region that is attached. `regions` is all of them: to make it may run code."""
         if not make_room(
                 <void**>&self.region, &self.cap_regions, len(regions), sizeof(PyObject*)):
             raise MemoryError("no memory for the bookkeeping of an allocator")

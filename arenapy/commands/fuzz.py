@@ -37,9 +37,8 @@ from arenapy.commands.command_line import (
     signal_name,
     whole,
 )
-from arenapy.commands.replay.command import LATE
 from arenapy.linux import outputs
-from arenapy.linux.child_process import child_process
+from arenapy.linux.child_process import child_process, for_late_libraries
 from arenapy.testing.faults import Finding, check_kinds, varies, worst_first
 
 if TYPE_CHECKING:
@@ -124,9 +123,8 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
     """
     report, written = folder / REPORT, folder / "steps.jsonl"
     written.unlink(missing_ok=True)
-    tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     line = [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)]
-    environment = {**os.environ, "ARENAPY_STEPS": str(written), "GLIBC_TUNABLES": tunables}
+    environment = {**for_late_libraries(os.environ), "ARENAPY_STEPS": str(written)}
     # Not a pipe, which has no end while a process that the attacked code started has it, too. Nor a
     # file in the folder, which may be full.
     with (

@@ -2,6 +2,7 @@
 
 import argparse
 import faulthandler
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from arenapy.base.text import printable, printable_lines
 from arenapy.commands.command_line import Parser, check_outputs, seconds, whole
 from arenapy.linux import outputs
+from arenapy.linux.child_process import LATE, for_late_libraries
 from arenapy.testing import guided
 from arenapy.testing.steps import load
 
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         machine, program = load(options.file)
     except (OSError, ValueError) as error:
+        if "static TLS" in str(error) and LATE not in os.environ.get("GLIBC_TUNABLES", ""):
+            os.execve(sys.executable, sys.orig_argv, for_late_libraries(os.environ))
         parser.error(str(error))
     faulthandler.enable()
     try:

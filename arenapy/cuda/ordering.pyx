@@ -946,7 +946,7 @@ cdef int give_back(Buffer block, object stream) except -1:
 
 def drop_finished():
     """Let go of what finished work has kept."""
-    look(True, False)
+    look(True, True)
 
 
 def used_untold(Block block not None):

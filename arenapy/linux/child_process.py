@@ -9,12 +9,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["child_process", "signals_later"]
+__all__ = ["LATE", "child_process", "for_late_libraries", "signals_later"]
 
+#: A tunable of glibc: room for the thread-local data of libraries that are loaded late.
+LATE = "glibc.rtld.optional_static_tls=16384"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,6 +45,12 @@ def child_process(
         if process is not None:
             end(process)
             process.__exit__(None, None, None)  # closes its pipes, and waits
+
+
+def for_late_libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a process can load any library later, such as jemalloc."""
+    tunables = ":".join(filter(None, [environment.get("GLIBC_TUNABLES"), LATE]))
+    return {**environment, "GLIBC_TUNABLES": tunables}
 
 
 @contextmanager

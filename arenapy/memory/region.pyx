@@ -552,13 +552,13 @@ cdef class Region(MemoryOwner):
         return None if found is None else <MemoryOwner>found()
 
     cdef int attach(self, MemoryOwner core) except -1:
-        cdef object before
+        cdef object _before
         cdef bint taken
         self.check_unused()
         arenapy_lock_acquire(&self.lock)     # again: another thread may use it since
         taken = self.user != NULL or self.gone or arenapy_load(&self.holds) != 0
         if not taken:
-            before = self.user_ref           # it ends when the lock is free
+            _before = self.user_ref          # it ends when the lock is free
             self.user_ref = core.weak
             self.user = <PyObject*>core
         arenapy_lock_release(&self.lock)

@@ -21,8 +21,8 @@ from posix.time cimport (
 from arenapy.allocator.allocator cimport check_unseen, is_refusal, make_region, make_reservation
 from arenapy.base.sizes cimport N_CLASSES, as_size
 from arenapy.base.atomic cimport (
-    arenapy_add, arenapy_cas, arenapy_load, arenapy_spin_acquire, arenapy_spin_release, arenapy_store,
-    arenapy_sub,
+    arenapy_add, arenapy_cas, arenapy_load, arenapy_spin_acquire, arenapy_spin_release,
+    arenapy_store, arenapy_sub,
 )
 from arenapy.pool.page_heap cimport (
     HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
@@ -221,8 +221,8 @@ cdef class PoolMemory:
         """
         cdef uint64_t me = <uint64_t>self.core.forks << 32 | <uint32_t>(this_thread() >> 12) | 1
         cdef uint64_t who = 0
-        cdef int n
-        for n in range(PATIENCE):
+        cdef int _n
+        for _n in range(PATIENCE):
             # A thread from before a fork is not there.
             if (who >> 32 != self.core.forks or who == 0) and arenapy_cas(&self.turn, &who, me):
                 return True

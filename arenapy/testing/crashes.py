@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from arenapy.linux.child_process import child_process
+from arenapy.linux.child_process import child_process, for_late_libraries
 
 __all__ = ["crashes", "smaller"]
 
@@ -46,7 +46,10 @@ def crashes(lines: list[str]) -> bool:
         with open(path, "w", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
         command = [sys.executable, "-m", "arenapy.testing", "reproduce", path]
-        environment = {**os.environ, "ARENAPY_STEPS": os.path.join(folder, "again.jsonl")}
+        environment = {
+            **for_late_libraries(os.environ),
+            "ARENAPY_STEPS": os.path.join(folder, "again.jsonl"),
+        }
         # Not pipes, which may have no end: a process that the steps start has them, too.
         nowhere = subprocess.DEVNULL
         with child_process(command, env=environment, stdout=nowhere, stderr=nowhere) as process:

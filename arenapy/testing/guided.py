@@ -173,7 +173,10 @@ def _fails(lines: list[str]) -> bool:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
-            return process.wait() not in (0, 2)
+            try:
+                return process.wait(timeout=HANGS_AFTER) not in (0, 2)
+            except subprocess.TimeoutExpired:
+                return True
 
 
 def guided(

@@ -42,14 +42,18 @@ UNKNOWN = Frame("", 0, "not known: no Python code was running")
 LIBRARIES = re.compile(
     r"-packages[/\\](?:arenapy|numpy|torch)[/\\]|^<(?:frozen|__array_function__)"
 )
-PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # also in a checkout
+#: The folders of arenapy and NumPy, which may be anywhere.
+PACKAGES = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(np.__file__))
+)
 PER_DECADE = 4  # bars of the histogram
 
 
 def place(site: Site) -> Frame:
     """The line that a call stack is known by."""
     for frame in site:
-        if not (LIBRARIES.search(frame.file) or frame.file.startswith(PACKAGE)):
+        if not (LIBRARIES.search(frame.file) or frame.file.startswith(PACKAGES)):
             return frame
     return site[0] if site else UNKNOWN
 

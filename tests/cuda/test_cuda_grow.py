@@ -1,6 +1,6 @@
 """A block that moves to grow, while streams use it. On the simulated driver."""
 
-import gc
+import contextlib
 
 import pytest
 from capsules import Consumer
@@ -157,11 +157,35 @@ def test_a_stream_that_captures(gpu, source):
     del behind
 
 
+@pytest.mark.parametrize("scope", [False, True])
+@pytest.mark.parametrize("named", ["allocated", "recorded", "filled"])
+@pytest.mark.parametrize("source", [one for one in SOURCES if one not in HOST_VISIBLE])
+def test_what_a_block_gets_in_place_is_done_with_first(gpu, source, named, scope):
+    """By the stream of the arena, after which all that uses its memory comes."""
+    own, stream = cuda.Stream(), cuda.Stream()
+    arena = Bump(MIB, SOURCES[source](), stream=own)
+    block = arena.alloc(N, stream=stream if named == "allocated" else None)
+    if named == "recorded":
+        block.record_stream(stream)
+    elif named == "filled":
+        block.fill(0, stream=stream)
+    mark = arena.mark()
+    with arena.scope() if scope else contextlib.nullcontext():
+        slowly_fill(gpu, own.handle, arena.alloc(N), 1)
+    if not scope:
+        arena.reset(mark)
+    mark = None
+    grown = arena.grow(block, 2 * N)
+    assert grown is block, "in place"
+    slowly_fill(gpu, stream.handle, grown, 2)
+    backwards(gpu)
+    assert set(content(grown)) == {2}
+
+
 @pytest.mark.parametrize("source", SOURCES)
-def test_in_place_it_asks_nothing(gpu, source):
-    arena, stream = Bump(MIB, SOURCES[source]()), cuda.Stream()
-    block, _ = written(gpu, arena, stream, "recorded")
+def test_in_place_it_asks_nothing_if_no_stream_was_named(gpu, source):
+    arena = Bump(MIB, SOURCES[source]())
+    block = arena.alloc(N)
     calls = gpu.calls.copy()
     assert arena.grow(block, 2 * N) is block
     assert gpu.calls == calls
-    gc.collect()

@@ -1,5 +1,6 @@
 """The host's side of memory that kernels allocate from. On the simulated driver: no kernel runs."""
 
+import contextlib
 import copy
 import ctypes
 import os
@@ -72,6 +73,25 @@ def test_counters_come_after_streams_that_were_named(gpu, named):
     name[named](s)
     gpu.launch(s.handle, lambda: a_kernel_took(arena, 0, 7), [(arena.address, ARENA_AT)])
     assert arena.overflowed == 7
+
+
+def test_a_buffer_that_only_finished_work_keeps_forbids_no_reset(gpu):
+    arena, s, pinned = (
+        cuda.KernelArena(1 << 20),
+        cuda.Stream(),
+        arenapy.Pool(2 << 20, cuda.Pinned()),
+    )
+    block = arena.buffer(arena.address + ARENA_AT, 64, stream=s)
+    block.copy_to(pinned.alloc(64), stream=s)
+    gpu.begin_capture(s.handle)  # of something else
+    del block
+    gpu.destroy_graph(gpu.end_capture(s.handle))
+    gpu.drain()
+    with contextlib.suppress(BufferError):  # it asks the stream for an event
+        arena.reset(s)
+    gpu.drain()
+    arena.reset(s)
+    assert arena.used(s) == 0
 
 
 def test_a_buffer_forbids_a_reset(gpu):

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
+from children import in_child
 from cuda_machine import Wrapped
 from cuda_support import a_gpu, backwards, until
 from helpers import peek, poke
@@ -216,6 +218,24 @@ def test_the_next_chunks_are_copied_while_one_is_used(gpu, depth):
     second = next(chunks)
     until(lambda: gpu.calls["cuMemcpyAsync"] == 2 + depth)
     assert first.closed and not second.closed
+    chunks.close()
+
+
+def test_a_forked_child_gets_no_chunk(gpu):
+    """And does not wait for a thread that it lacks."""
+    data, arena = pattern(10 * KIB), cuda.KernelArena(KIB)
+    chunks = cuda.chunks(data, KIB, depth=3)
+    next(chunks)
+    text = repr(arena)
+
+    def child():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        with pytest.raises(cuda.Unavailable, match="forked"):
+            next(chunks)
+        assert repr(arena) == text
+
+    assert in_child(child) == 0
     chunks.close()
 
 

@@ -7,7 +7,16 @@ import sys
 import types
 
 import pytest
-from cuda_support import LEGACY, PER_THREAD, a_gpu, new_stream, reads, slowly_fill
+from cuda_support import (
+    LEGACY,
+    PER_THREAD,
+    a_gpu,
+    backwards,
+    new_stream,
+    reads,
+    slowly_fill,
+)  # fmt: skip
+from helpers import peek
 
 from arenapy import Host, OutOfMemory, Pool, cuda
 from arenapy.interop import cupy as arenapy_cupy
@@ -74,6 +83,22 @@ def test_a_pointer_and_its_views_keep_a_block(manager, pool, driver):
     driver.drain()
     pool.trim()
     assert pool.stats().reserved_bytes == 0
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_numbas_streams_come_after_the_pools_own(numba_cuda, driver, context, own):
+    stream = cuda.Stream() if own else None
+    pool = Pool(2 * MIB, cuda.Device(), 2 * MIB, stream=stream)
+    manager = arenapy_numba.manager(pool)(context=context)
+    mine = pool.alloc(2 * MIB)
+    slowly_fill(driver, stream.handle if own else LEGACY, mine, 5)
+    del mine
+    pointer = manager.memalloc(2 * MIB)
+    where = types.SimpleNamespace(address=pointer.device_pointer_value, nbytes=2 * MIB)
+    user = new_stream(driver, flags=0).handle_
+    slowly_fill(driver, user, where, 100)
+    backwards(driver)
+    assert set(peek(where.address, 2 * MIB)) == {100}
 
 
 @pytest.mark.parametrize("which", ["legacy", "blocking", "own"])

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from helpers import PAGE
+from helpers import PAGE, in_threads
 from hypothesis import given
 from hypothesis import strategies as st
 from sources import Regions
@@ -156,9 +156,10 @@ class Budget(Regions):
 
     def __init__(self, most):
         super().__init__()
-        self.most = most
+        self.most, self.large = most, 0
 
     def region(self, nbytes):
+        self.large += nbytes > 64 * MIB
         if sum(self.sizes.values()) + nbytes > self.most:
             raise OutOfMemory(f"{nbytes} bytes are more than this source has left")
         return super().region(nbytes)
@@ -206,6 +207,69 @@ def test_a_source_of_one_region_gives_all_of_it_again_after_a_trim(tmp_path, onl
         del small
         pool.trim()
         assert pool.stats().reserved_bytes == 0
+
+
+@pytest.mark.parametrize("only", ONLY)
+@pytest.mark.parametrize("trims", ["by hand", "after a time"])
+def test_threads_do_not_find_the_only_region_of_another_thread_in_their_way(tmp_path, only, trims):
+    """One thread gives it back while others ask for it."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16 * MIB))
+    pool = Pool(16 * MIB, ONLY[only](path), trim_after=0.0 if trims == "after a time" else None)
+    end = time.monotonic() + 0.5
+
+    def work():
+        while time.monotonic() < end:
+            pool.alloc(100_000).release()
+            if trims == "by hand":
+                pool.trim()
+
+    in_threads(*[work] * 4)
+    pool.check()
+
+
+@pytest.mark.parametrize("threads", [0, 4])
+def test_a_refused_request_asks_the_source_a_few_times(threads):
+    """However much memory others let go of meanwhile."""
+    source, go_on = Budget(64 * MIB), [True]
+    pool = Pool(source=source)
+
+    def work():
+        while go_on:
+            pool.alloc(3 * MIB).release()
+
+    def ask():
+        before, asked = source.calls, []
+        try:
+            for _ in range(20):
+                with pytest.raises(OutOfMemory):
+                    pool.alloc(100 * MIB)
+                asked.append(source.large)
+                source.large = 0
+        finally:
+            go_on.clear()
+        assert max(asked) <= 5, (asked, source.calls - before)
+
+    in_threads(ask, *[work] * threads)
+
+
+@pytest.mark.parametrize("source", ["Host()", "Host(grow=True)", "Shared(grow=True)"])
+def test_a_hopeless_request_takes_no_memory(run_script, source):
+    run_script(f"""
+        import resource
+        from arenapy import Host, OutOfMemory, Pool, Shared
+        pool = Pool(source={source})
+        pool.alloc(100)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for size in (1 << 40, 3 << 40):
+            try:
+                pool.alloc(size)
+            except OutOfMemory:
+                pass
+            else:
+                raise AssertionError(size)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "KiB"
+    """)
 
 
 BATCHES = {

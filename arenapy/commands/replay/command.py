@@ -25,7 +25,7 @@ from arenapy.base.text import format_bytes, format_ns, printable
 from arenapy.commands.command_line import Parser, console, whole
 from arenapy.commands.replay.program import Program, program
 from arenapy.commands.replay.worker import PEERS
-from arenapy.linux.child_process import child_process
+from arenapy.linux.child_process import child_process, for_late_libraries
 from arenapy.linux.limits import check_request
 from arenapy.trace import Trace, from_torch, load, synthetic
 from arenapy.trace.torch_snapshot import is_pickle
@@ -35,11 +35,8 @@ __all__ = ["Result", "add_device", "failure", "main", "read", "replay", "run_wor
 #: A Bump or a Slab that needs more than this many times what is ever live is not run.
 ROOM = 8
 
-#: For libraries that are loaded late and whose thread-local storage wants a place of its own
-#: (jemalloc, as Debian builds it).
 UTF_8 = {"PYTHONIOENCODING": "utf-8"}  # the figures of a worker, whatever the user's text is in
 LONGEST_WAIT = 0.5  # seconds
-LATE = "glibc.rtld.optional_static_tls=16384"
 
 #: Of the allocators that are told how much they will need: why it is more than is ever live.
 WHY = {
@@ -133,12 +130,11 @@ def run_worker(name: str, folder: Path, *words: str, seconds: float = math.inf) 
     OSError
         With the reason why there are no figures.
     """
-    tunables = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), LATE]))
     environment = PEERS[name].environment
     command = [sys.executable, "-P", "-m", "arenapy.commands.replay.worker", str(folder), name]
     with child_process(
         [*command, *words],
-        env={**os.environ, **UTF_8, "GLIBC_TUNABLES": tunables, **environment},
+        env={**for_late_libraries(os.environ), **UTF_8, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
