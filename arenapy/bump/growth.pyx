@@ -112,6 +112,11 @@ cdef InPlace in_place(object source, size_t room):
     return place
 
 
+cdef Region newest_region(BumpCore c):
+    cdef tuple regions = c.listed()
+    return <Region>regions[len(regions) - 1]
+
+
 cdef uintptr_t last_position(BumpCore c) noexcept nogil:
     """The highest address where the cursor or a frame stands. The region does not end before it.
 
@@ -346,8 +351,7 @@ cdef int give_back_growth(
     cdef Region region
     cdef uintptr_t start, end
     if not isinstance(source, InPlace):
-        while c.n_regions > regions and c.capacity - (
-                <Region>c.listed()[-1]).size >= capacity:
+        while c.n_regions > regions and c.capacity - newest_region(c).size >= capacity:
             dropped = c.drop_regions(c.n_regions - 1)
             if not dropped:
                 break
@@ -554,7 +558,7 @@ cdef int grow_arena(
     least = min(least, max(left, n + (n == 0)))
     if least > left:
         raise OutOfMemory(c.full(n, align, max_bytes))
-    size = min(max(least, GROWTH * (<Region>c.listed()[-1]).size), left)
+    size = min(max(least, GROWTH * newest_region(c).size), left)
     try:
         region = make_region(c, source, size)
     except OutOfMemory:
