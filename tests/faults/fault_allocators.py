@@ -176,7 +176,8 @@ def pool_act(name, use, **options):
     def make():
         blocks = Pool(**({"max_bytes": 256 * MIB} | options))
         held = [blocks.alloc(n) for n in (100, 5000, 100_000, MIB)]
-        idle = [blocks.alloc(n) for n in (100, 100, 5000, 100_000, 300_000, MIB, MIB)]
+        idle = [blocks.alloc(n) for n in (100, 100, 5000, 100_000, 300_000, MIB)]
+        last = blocks.alloc(MIB // 2)  # so that no region is idle, which a refusal gives back
         shown = memoryview(held[2])
         del idle
         made = []
@@ -184,7 +185,10 @@ def pool_act(name, use, **options):
         def act():
             made.append(use(blocks, held))
 
-        return Act(act, view=lambda: (*seen(blocks)[1:], figures(blocks), len(shown), len(held)))
+        def view():
+            return (*seen(blocks)[1:], figures(blocks), len(shown), len(held), len(last))
+
+        return Act(act, view=view)
 
 
 def figures(blocks):

@@ -222,7 +222,8 @@ TABLE = [
     row(r"Pool\(\).*", "mmap|mprotect", "ENOMEM|EACCES", FINE, NO_TABLE),  # it asks for less
     row(r"Pool\(\).*", MEMORY, f"{NO_MEMORY}|EACCES|EHWPOISON", NO_TABLE),
     row("Pool .*", "mprotect", "ENOMEM|EACCES", FINE, NOT_MAPPED, POOL_FULL),  # tables ask for less
-    row("Pool .*", MEMORY, NO_MEMORY, POOL_FULL),
+    # Or it is served when what was idle is given back.
+    row("Pool .*", MEMORY, NO_MEMORY, FINE, POOL_FULL),
     row("Pool .*", MEMORY, "EACCES|EHWPOISON", NOT_MAPPED, BAD_PAGE, POOL_FULL),
     # Shared memory that is sent.
     row("bundle.*", "socketpair", "EMFILE", "OSError: Too many open files"),
@@ -250,7 +251,7 @@ TABLE = [
     row(ANY, r"madvise\(POPULATE_WRITE\)", "EHWPOISON", BAD_PAGE),
     row(ANY, "mmap|mprotect", "EACCES", NOT_MAPPED),
     row("decommit.*", r"madvise\(DONTNEED\)", "ENOMEM", "OSError: Cannot allocate memory"),
-    row("Pool .*", "mlock2", "ENOMEM|EAGAIN", POOL_FULL),
+    row("Pool .*", "mlock2", "ENOMEM|EAGAIN", FINE, POOL_FULL),
     row(ANY, "mlock2", "ENOMEM", NO_LOCK),
     row(ANY, "mlock2", "EPERM", "PermissionError: RLIMIT_MEMLOCK"),
     row(ANY, "mlock2", "EAGAIN", "BlockingIOError: RLIMIT_MEMLOCK"),
@@ -262,7 +263,7 @@ TABLE = [
     row("region of File.*", r"fcntl\(DUPFD_CLOEXEC\)", "EMFILE", "OSError: Too many open files"),
     row("trace.*", "pread", ANY, FINE),  # an earlier header, to be put back
     row("trace.*", "ftruncate|pwrite", ANY, "OSError: "),
-    row("Pool .*", "memfd_create|ftruncate", "ENOMEM", POOL_FULL),
+    row("Pool .*", "memfd_create|ftruncate", "ENOMEM", FINE, POOL_FULL),
     row(ANY, "memfd_create|ftruncate", "ENOMEM", NO_MAP),
     row(ANY, "memfd_create|ftruncate", ANY, "OSError: cannot map a Shared region"),
     row(ANY, r"fcntl\(ADD_SEALS\)", "EPERM", "PermissionError: cannot map a Shared region"),
@@ -286,7 +287,7 @@ TABLE = [
     row("replay", "calloc", NO_MEMORY, "MemoryError: no memory for 2 slots"),
     # What the C library has.
     row("region refused", "strdup", NO_MEMORY, FINE, NO_CLAIM),
-    row("Pool .*", "calloc|strdup", NO_MEMORY, POOL_FULL),
+    row("Pool .*", "calloc|strdup", NO_MEMORY, FINE, POOL_FULL),
     row("region .*|send.*|copy a Buffer|pickle a Buffer", "calloc|strdup", NO_MEMORY, NO_CLAIM),
     row(".* check|.* debug alloc|PerThread", "malloc|calloc", NO_MEMORY, "MemoryError: to check"),
     row("DLPack", "malloc", NO_MEMORY, "MemoryError: DLPack", NO_RECORD),
