@@ -137,7 +137,9 @@ def recorded_twice(path):
     recordings = [trace.record(pool, path / name) for name in "ab"]
 
     def verify(first, second):
-        begun = [one for one, (_, error) in zip(recordings, (first, second)) if error is None]
+        begun = [
+            one for one, (_, error) in zip(recordings, (first, second), strict=True) if not error
+        ]
         assert len(begun) == 1
         pool.alloc(100).release()
         begun[0].__exit__(None, None, None)
