@@ -59,6 +59,7 @@ cdef enum:
     GROWTH_SHARE = 64        # a pool grows by this part of what it has, or by a huge page;
     MAX_GROWTH = 8           # on a device, where memory is scarcer, by so many of those at most,
     DEVICE_SHARE = 256       # or by this part
+    MOST_TURNS = 100         # after which it is somebody else who has it
     FEW_ROUNDS = 2           # of a request; each further one waits for twice as many blocks
 
 
@@ -756,6 +757,10 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 break
             most -= min(most, freed)
             wished = pages
+        # Another thread has given the only region back meanwhile, or has got it again.
+        if (self.memory.only and round < MOST_TURNS and pages << PAGE_BITS <= self.memory.only
+                and (c.n_segments == 0 or has_run(c, pages))):
+            return False
         # Another thread that grows has the room meanwhile, and may have had more than it needs.
         if error is None and (c.reserved_pages > before or self.memory.wait_for_growth()):
             return False
