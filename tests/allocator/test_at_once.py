@@ -4,10 +4,10 @@ With a GIL the calls of a round seldom meet. Free-threaded builds run them at on
 """
 
 import mmap
-import threading
 import time
 
 import pytest
+from helpers import in_threads
 
 from arenapy import Bump, Host, OutOfMemory, Pool, Slab, trace
 
@@ -192,7 +192,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_calls_at_once(tmp_path, case):
-    meeting, state, failures = Meeting(), {}, []
+    meeting, state = Meeting(), {}
     end = time.monotonic() + SECONDS
 
     def work(k):
@@ -215,15 +215,8 @@ def test_two_calls_at_once(tmp_path, case):
     def run(k):
         try:
             work(k)
-        except BaseException as error:
-            failures.append(error)
-            meeting.over = True
-            state["round"] = None
+        except BaseException:
+            meeting.over, state["round"] = True, None
+            raise
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    in_threads(lambda: run(0), lambda: run(1))
