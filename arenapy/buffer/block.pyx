@@ -409,12 +409,14 @@ cdef object named_stream(MemoryOwner owner, object stream):
     return owner.hooks.named(stream)
 
 
+# Nobody changes the list of a block's uses: who adds one or drops one makes another list. So no
+# list is changed under the lock, and a use is noted before the block is closed or not at all.
+
 cdef int note_use(Block block, object use) except -1:
     cdef Block root = root_of(block)
     cdef MemoryOwner owner = root.owner
-    cdef list uses
+    cdef list uses = None
     cdef Hold* hold = NULL
-    cdef bint valid
     if not owner.recycles:
         acquire(block, False)                # which makes a hold
     elif root.hold == NULL:
@@ -426,50 +428,65 @@ cdef int note_use(Block block, object use) except -1:
         hold.end = hold.start + <size_t>root.size + (root.size == 0)
         hold.tag = root.tag
         hold.pad = hold.flags = 0
-    uses = [use]
-    arenapy_lock_acquire(&owner.lock)
-    valid = is_open_locked(block)
-    if valid:
-        if root.hold == NULL:
-            root.hold, hold = hold, NULL
-            arenapy_count(&owner.n_held, 1)   # it keeps its region open
-        if root.hold.uses == NULL:
-            root.hold.uses = <PyObject*>uses
-            count_up(root.hold.uses)
-        else:
-            uses = <list>root.hold.uses
-    arenapy_lock_release(&owner.lock)
-    free(hold)
-    if not valid:
-        raise ValueError(why_closed(block))
-    if use in uses:
-        return 0
-    uses.append(use)
-    return <int>len(uses)
+    try:
+        while True:
+            uses = listed_uses(root)
+            if uses is not None and use in uses:
+                check_open(block)
+                return 0
+            if replace_uses(block, uses, [use] if uses is None else uses + [use], &hold):
+                return 1 if uses is None else <int>len(uses) + 1
+            check_open(block)                # else another thread was faster
+    finally:
+        free(hold)
 
 
-cdef void drop_use(Block block, object use) noexcept:
+cdef int drop_use(Block block, object use) except -1:
     cdef Block root = root_of(block)
-    cdef PyObject* uses
-    cdef Py_ssize_t i
-    arenapy_lock_acquire(&root.owner.lock)
-    uses = root.hold.uses if root.hold != NULL else NULL
-    if uses != NULL:
-        for i in range(len(<list>uses)):
-            if (<list>uses)[i] is use and len(<list>uses) > 1:
-                del (<list>uses)[i]          # the caller has it, too: nothing ends here
-                break
-    arenapy_lock_release(&root.owner.lock)
+    cdef list uses = listed_uses(root), others
+    while uses is not None and len(uses) > 1:
+        others = [one for one in uses if one is not use]
+        if len(others) == len(uses) or replace_uses(root, uses, others, NULL):
+            break
+        uses = listed_uses(root)
+    return 0
 
 
 cdef list uses_of(Block block):
-    cdef Block root = root_of(block)
-    cdef list uses = []
+    return list(listed_uses(root_of(block)) or ())
+
+
+cdef list listed_uses(Block root):
+    """Of an open block, or None."""
+    cdef list uses = None
     arenapy_lock_acquire(&root.owner.lock)
-    if root.hold != NULL and root.hold.uses != NULL:
+    if is_open_locked(root) and root.hold != NULL and root.hold.uses != NULL:
         uses = <list>root.hold.uses
     arenapy_lock_release(&root.owner.lock)
-    return list(uses)
+    return uses
+
+
+cdef bint replace_uses(Block block, list seen, list uses, Hold** hold) noexcept:
+    """False if `seen` is not its list any more, or the block is closed.
+
+    The hold is for a block that has none.
+    """
+    cdef Block root = root_of(block)
+    cdef PyObject* old = NULL if seen is None else <PyObject*>seen
+    cdef bint same
+    arenapy_lock_acquire(&root.owner.lock)
+    same = is_open_locked(block) and (
+        hold != NULL and old == NULL if root.hold == NULL else root.hold.uses == old)
+    if same:
+        if root.hold == NULL:
+            root.hold, hold[0] = hold[0], NULL
+            arenapy_count(&root.owner.n_held, 1)     # it keeps its region open
+        root.hold.uses = <PyObject*>uses
+        count_up(root.hold.uses)
+    arenapy_lock_release(&root.owner.lock)
+    if same and old != NULL:
+        count_down(old)
+    return same
 
 
 cdef void end_hold(PyObject* o) noexcept:

@@ -480,7 +480,7 @@ cdef void wait_for_those(void* by) noexcept:
     cdef Retained one
     for one in retained.copy():
         if one.by == by and callable_(one.generation):
-            for use in one.waits:
+            for use in list(one.waits):
                 if isinstance(use, Fence):
                     (<Fence>use).wait(None)
     look(True, False)
@@ -493,20 +493,22 @@ cdef void park(object memory, list waits) noexcept:
 
 
 cdef bint uses_done(Retained one, bint needed) noexcept:
-    cdef list left = []
+    cdef Py_ssize_t i
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
-    for use in one.waits:
+    for i in reversed(range(len(one.waits))):        # in place, since `wait_for_those` may read it
+        use = one.waits[i]
         if isinstance(use, StreamRef):
             try:
                 use = late_work_of(<StreamRef>use, needed and one.looks >= PATIENCE) or use
             except Exception:
                 pass
         if isinstance(use, StreamRef) or not (<Fence>use).passed():
-            left.append(use)
-    one.waits = left
+            one.waits[i] = use
+        else:
+            del one.waits[i]
     one.looks += needed
-    return not left
+    return not one.waits
 
 
 cdef void look(bint all, bint needed) noexcept:

@@ -630,33 +630,32 @@ cdef class PoolMemory:
         cdef uint32_t id
         cdef int segment
         cdef Region region
-        cdef bint mine
+        cdef bint mine, whole
         while freed < pages and not c.shut and have_spare(c):
             mine = self.only and self.take_turn()
-            c.lock_all()
             id = 0
-            segment = c.idle_segment(<size_t>-1 if enough else pages - freed)
-            if segment >= 0:
-                region = <Region><PyObject*>c.segments[segment].region
-                array = c.segments[segment].array
-                n = c.segments[segment].pages
-                c.remove_segment(segment)
-            else:
-                id = c.begin_trim(pages - freed, enough, spared)
-                n = c.descriptors[id].pages
-            c.unlock_all()
-            if segment >= 0:
-                array_close(&array)
-                record(c, EVENT_TRIM, region.ptr, region.size)
-                c.drop_region(region)
-                region = None                # which may unmap it
-            if mine:
-                arenapy_store(&self.turn, 0)
-            if segment >= 0:
-                pass
-            elif id == 0:
-                break
-            elif not self.decommit(id):
+            try:
+                c.lock_all()
+                segment = c.idle_segment(<size_t>-1 if enough else pages - freed)
+                whole = segment >= 0
+                if whole:
+                    region = <Region><PyObject*>c.segments[segment].region
+                    array = c.segments[segment].array
+                    n = c.segments[segment].pages
+                    c.remove_segment(segment)
+                else:
+                    id = c.begin_trim(pages - freed, enough, spared)
+                    n = c.descriptors[id].pages
+                c.unlock_all()
+                if whole:
+                    array_close(&array)
+                    record(c, EVENT_TRIM, region.ptr, region.size)
+                    c.drop_region(region)
+                    region = None            # which may unmap it
+            finally:
+                if mine:
+                    arenapy_store(&self.turn, 0)
+            if not whole and (id == 0 or not self.decommit(id)):
                 break
             freed += n
         if freed and c.debug and not self.at_once():
