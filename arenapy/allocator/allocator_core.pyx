@@ -13,8 +13,8 @@ from libc.stdlib cimport free
 from arenapy.base.sizes cimport HOST_ALIGN, debug_wanted
 from arenapy.base.unseen cimport unseen_list
 from arenapy.base.atomic cimport (
-    arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release, arenapy_spin_acquire,
-    arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
+    ARENAPY_GIL, arenapy_finalizing, arenapy_lock_acquire, arenapy_lock_release,
+    arenapy_spin_acquire, arenapy_spin_release, arenapy_store_ptr, arenapy_sub,
 )
 from arenapy.buffer.block cimport (
     GONE_CLOSED, GONE_FORKED, GONE_NOT, Block, Hold, MemoryOwner, StreamHooks, drop_kept,
@@ -63,7 +63,7 @@ cdef class AllocatorCore(MemoryOwner):
     """The regions of an allocator. Internal; Buffers keep it alive."""
 
     def __cinit__(self):
-        self.weak = PyWeakref_NewRef(self, None)
+        self.weak = None if ARENAPY_GIL else PyWeakref_NewRef(self, None)
         self.regions = ()
         self.what = "arena"
         self.recorders = unseen_list()
@@ -101,6 +101,7 @@ cdef class AllocatorCore(MemoryOwner):
 
     cdef void finish(self) noexcept:
         cdef Py_ssize_t i
+        self.ending = True
         if self.hooks is not None:
             self.hooks.finish(<PyObject*>self, self.regions)
             self.hooks.leave(self.regions)

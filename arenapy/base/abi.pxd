@@ -6,7 +6,7 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 22
+    ARENAPY_ABI = 23
 
 cdef void built_for_arenapy_abi_22() noexcept nogil
 

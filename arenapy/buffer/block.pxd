@@ -146,7 +146,8 @@ cdef class MemoryOwner:
     cdef Freelist freelist               # GIL builds only
     cdef char* freelists                 # others: N_FREELISTS of them, FREELIST_BYTES each; or NULL
     cdef PyObject* shards                # a list, its allocator's, which alone may use it; or NULL
-    cdef object weak                     # an allocator's core: a weak reference to it
+    cdef bint ending                     # it waits for streams, perhaps, and nobody may keep it
+    cdef object weak                     # where there is no GIL, of an allocator's core: to it
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 

@@ -343,12 +343,13 @@ cdef class Bump(Allocator):
                 raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
             done = grow_last(c, buffer, n, &at_end)
         if done:
-            if used:
-                c.hooks.extend(buffer)       # again: other threads may have used the memory since
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
                 start = <uintptr_t>buffer.ptr
                 c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
+            if used:
+                c.hooks.extend(buffer)       # again: other threads may have used the memory since
+            if c.debug:
                 c.operated()
             return buffer
         return moved(self, c, buffer, n)

@@ -35,11 +35,12 @@ from arenapy.cuda.stream_ref cimport (
 )
 from arenapy.cuda.fence cimport (
     Retained, follow, follow_as, give_up, look, park, refuse_other_capture, retain, retain_until,
-    synchronize,
+    synchronize, wait_outside,
 )
 from arenapy.base.sealed cimport seal
 
 from arenapy.buffer.buffer import as_bytes, refuse_objects
+from arenapy.cuda.errors import CudaError
 from arenapy.memory.host_request import checked_index
 
 
@@ -99,11 +100,15 @@ cdef class CudaMemory(Ordering):
 
     cdef int extend(self, object block) except -1:
         cdef StreamRef one
-        if self.own is not None:
+        if self.own is None:
+            return 0
+        try:
             # A fence is of what was exported, which is as long as it was.
             for one in streams_of(spread(uses_of(<Block>block))):
                 if not one.fence:
                     follow(one, self.own, True)
+        except CudaError:                    # amid a capture, perhaps: this thread waits, then
+            wait_outside(<StreamRef>self.own)
         return 0
 
     cdef int move(self, object to, object source) except -1:

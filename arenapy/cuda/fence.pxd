@@ -92,5 +92,5 @@ cdef void retain_until(Retained one, StreamRef stream) noexcept
 cdef void give_up(Retained one) noexcept
 # Keep memory that had to go while all that is in `waits` uses it.
 cdef void park(object memory, list waits) noexcept
-# Let go of what is over. A few are looked at, others next time; or all.
-cdef void look(bint all, bint needed) noexcept
+# Let go of what is over. A few are looked at, others next time; or all. False: a thread is at it.
+cdef bint look(bint all, bint needed) noexcept

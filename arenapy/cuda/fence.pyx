@@ -511,13 +511,13 @@ cdef bint uses_done(Retained one, bint needed) noexcept:
     return not one.waits
 
 
-cdef void look(bint all, bint needed) noexcept:
+cdef bint look(bint all, bint needed) noexcept:
     cdef uint64_t nobody = 0
     cdef Py_ssize_t n = len(retained)
     cdef list over = []
     cdef Retained one
-    if n == 0 or not arenapy_cas(&looking, &nobody, 1):
-        return
+    if not arenapy_cas(&looking, &nobody, 1):
+        return False
     for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
         try:
             one = <Retained>retained.popleft()
@@ -529,3 +529,4 @@ cdef void look(bint all, bint needed) noexcept:
             retained.append(one)
     arenapy_store(&looking, 0)
     over.clear()                             # which may run other code
+    return True

@@ -11,6 +11,7 @@ no byte is handed out again while somebody on the host can see it.
 import struct
 import weakref
 from pathlib import Path
+from time import sleep
 from typing import NoReturn
 
 from arenapy.base.text import format_bytes
@@ -24,6 +25,7 @@ from arenapy.memory.host_request import SIZE_LIMIT, checked_index, checked_size
 __all__ = ["KernelArena", "KernelSlab", "include_dir"]
 
 LINE = 128  # bytes: counters that kernels write have a cache line of their own
+PATIENCE = 100  # milliseconds
 STRUCT = 2 * LINE  # bytes of arenapy::arena and arenapy::slab
 #: size; used, overflowed, misused
 ARENA = struct.Struct("<Q120x Q Q Q 104x")
@@ -159,7 +161,6 @@ class _KernelMemory:
             )
         if stream is not None:
             wait_for(stream, self.device_id)
-            self._all.record_stream(stream)
         window = _Window(self._all, at, n)
         self._windows.add(weakref.ref(window, self._windows.discard))
         try:
@@ -200,8 +201,10 @@ class _KernelMemory:
         # Before the windows are counted: `buffer` does it the other way.
         self._resets.add(weakref.ref(here, self._resets.discard))
         try:
-            if self._windows:
-                drop_finished()  # streams may have kept them
+            for _ in range(PATIENCE):
+                if not self._windows or drop_finished():  # which streams have kept
+                    break
+                sleep(0.001)
             n = len(self._windows)
             if n:
                 raise BufferError(
@@ -227,7 +230,7 @@ class _KernelMemory:
         """The number of requests since the last reset that did not fit.
 
         The host waits for the legacy default stream, for all blocking streams, and for the streams
-        that were named to this object before. After a kernel on another stream, synchronize first.
+        that `used` and `reset` got before. After a kernel on another stream, synchronize first.
         """
         return self._counters(None)[1]
 
@@ -265,7 +268,8 @@ class KernelArena(_KernelMemory):
     Notes
     -----
     Keep the object until the kernels that use it are done. Kernels on several streams may allocate
-    at the same time.
+    at the same time. A stream that `used` or `reset` gets as an integer must exist as long as the
+    object.
 
     The threads of a warp share one atomic addition.
 
@@ -349,7 +353,8 @@ class KernelSlab(_KernelMemory):
     -----
     Keep the object until the kernels that use it are done. Kernels on several streams may allocate
     and give back at the same time. If all items are in use and some are given back at the same
-    moment, a request may be refused.
+    moment, a request may be refused. A stream that `in_use` or `reset` gets as an integer must
+    exist as long as the object.
 
     A bitmap has a bit for each item. The threads of a warp look at up to 32 words of it together,
     beginning at a place that differs from warp to warp, as in A. Adinetz and D. Pleiter, "Halloc: a

@@ -945,8 +945,8 @@ cdef int give_back(Buffer block, object stream) except -1:
 
 
 def drop_finished():
-    """Let go of what finished work has kept."""
-    look(True, True)
+    """Let go of what finished work has kept. False: another thread does so just now."""
+    return look(True, True)
 
 
 def used_untold(Block block not None):

@@ -27,7 +27,9 @@ from libc.stdint cimport uintptr_t
 from posix.unistd cimport getpid
 
 from arenapy.base.assertion cimport ASSERTS
-from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_add, arenapy_finalizing, arenapy_load, arenapy_sub,
+)
 from arenapy.base.atomic cimport arenapy_lock_acquire, arenapy_lock_release
 from arenapy.base.sizes cimport as_size
 from arenapy.buffer.block cimport (
@@ -546,10 +548,17 @@ cdef class Region(MemoryOwner):
 
     cdef MemoryOwner living_user(self):
         cdef object found
+        if ARENAPY_GIL:
+            if self.user == NULL or (<MemoryOwner>self.user).ending:
+                return None
+            return <MemoryOwner>self.user
+        # Other threads get no reference from this while it is ending. (The collector clears it
+        # before it runs the finalizers of a cycle: those cannot close the region.)
         arenapy_lock_acquire(&self.lock)
         found = self.user_ref if self.user != NULL else None
         arenapy_lock_release(&self.lock)
-        return None if found is None else <MemoryOwner>found()
+        found = None if found is None else found()
+        return None if found is None or (<MemoryOwner>found).ending else <MemoryOwner>found
 
     cdef int attach(self, MemoryOwner core) except -1:
         cdef object _before

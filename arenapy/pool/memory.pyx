@@ -280,7 +280,7 @@ cdef class PoolMemory:
         cdef uint32_t id
         cdef bint fresh = False              # the address space is of this call
         while True:
-            if pages > LARGE_PAGES:          # a map of that many takes memory itself
+            if pages > LARGE_PAGES and not fresh:    # a map of that many takes memory itself
                 self.expect(pages << PAGE_BITS)
             if not c.grow_map(min(wished + HUGE_PAGES, self.left())):
                 raise MemoryError("no memory for the bookkeeping of a pool")
@@ -334,8 +334,10 @@ cdef class PoolMemory:
             return False
         if self.n_reserved != before:
             return True
-        self.n_reserved += 1
         reservation, region = made
+        if pages > LARGE_PAGES and type(reservation) is Reservation:
+            reservation.expect(pages << PAGE_BITS)
+        self.n_reserved += 1
         self.reservations[region.address] = reservation
         try:
             c.add_segment(region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)

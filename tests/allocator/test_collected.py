@@ -7,6 +7,7 @@ import os
 
 import pytest
 from collecting import clearing, collect_from, function_of
+from helpers import GIL
 
 from arenapy import Bump, Existing, Pool, Shared, Slab, trace
 
@@ -88,3 +89,31 @@ def test_the_collector_may_begin_anywhere(make, allocator, tmp_path):
             collect_from(lambda: make(allocator, tmp_path), which)
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.skipif(not GIL, reason="the collector clears what a region needs before finalizers")
+@pytest.mark.parametrize("revived", [False, True])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_finalizer_closes_the_region(allocator, revived):
+    class Store:
+        def __init__(self):
+            self.allocator, self.itself = ALLOCATORS[allocator](Shared()), self
+            self.allocator.alloc(1)
+
+        def __del__(self):
+            store.append(self.allocator if revived else self.close())
+
+        def close(self):
+            self.allocator.regions[0].close()
+            return self.allocator.regions[0].closed
+
+    store = []
+    Store()
+    gc.collect()
+    if revived:
+        store[0].alloc(1)
+        store[0].regions[0].close()
+        with pytest.raises(ValueError, match="closed"):
+            store[0].alloc(1)
+    else:
+        assert store == [True]

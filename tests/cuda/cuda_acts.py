@@ -117,13 +117,13 @@ class Acting(StreamMachine):
 
     def let_it_run(self):
         """To its end, or until it waits for this thread: it calls nothing, or over and over."""
-        calls = self.driver.calls
+        thread, calls = self.thread, self.driver.calls  # what ends meanwhile may come here, too
         now, idle, most = calls.total(), 0, calls.total() + POLLS
-        while self.thread.is_alive() and idle < PATIENCE and now < most:
-            self.thread.join(MOMENT)
+        while thread.is_alive() and idle < PATIENCE and now < most:
+            thread.join(MOMENT)
             now, before = calls.total(), now
             idle = idle + 1 if now == before else 0
-        if not self.thread.is_alive():
+        if not thread.is_alive():
             self.thread = None
 
     def elsewhere(self, act):

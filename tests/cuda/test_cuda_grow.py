@@ -182,6 +182,36 @@ def test_what_a_block_gets_in_place_is_done_with_first(gpu, source, named, scope
     assert set(content(grown)) == {2}
 
 
+@pytest.mark.parametrize("captured", ["its stream", "another", "the arena's"])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_in_place_amid_a_capture(gpu, when, captured):
+    """Of blocking streams, during which nobody can use the legacy one: this thread waits."""
+    own = new_stream(gpu, 0) if captured == "the arena's" else None
+    arena = Bump(2 * MIB, cuda.Device(grow=True), max_bytes=16 * MIB, stream=own)
+    stream = new_stream(gpu, 0)
+    named = {"its stream": stream, "another": new_stream(gpu, 0), "the arena's": own}[captured]
+    mark, front = arena.mark(), LEGACY if own is None else own.handle_
+    slowly_fill(gpu, front, arena.alloc(2 * MIB), 1)
+    arena.reset(mark)
+    block, calls = arena.alloc(N, stream=stream), []
+
+    def capture(name):
+        calls.append(name)
+        if calls.count("cuMemMap") == 1 and name == "cuMemMap":
+            gpu.begin_capture(named.handle_)
+
+    if when == "before":
+        capture("cuMemMap")
+    gpu.before_call = capture
+    grown = arena.grow(block, 4 * MIB)
+    gpu.before_call = None
+    assert grown is block, "in place"
+    if when == "before":  # else the stream waits
+        assert set(content(grown)[N : 2 * MIB]) == {1}, "what was written there first is over"
+    gpu.destroy_graph(graph_of(gpu, named.handle_))
+    arena.check()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_in_place_it_asks_nothing_if_no_stream_was_named(gpu, source):
     arena = Bump(MIB, SOURCES[source]())

@@ -6,9 +6,12 @@ import ctypes
 import os
 import pickle
 import struct
+import threading
 
 import numpy as np
 import pytest
+from capsules import Array
+from cuda_support import new_stream
 
 import arenapy
 from arenapy import cuda
@@ -62,17 +65,45 @@ def test_what_kernels_did(gpu, stream):
     assert at(slab.address + 256, "<2I") == (0, 2**32 - 2**8)
 
 
-@pytest.mark.parametrize("named", ["reset", "used", "buffer"])
-def test_counters_come_after_streams_that_were_named(gpu, named):
+@pytest.mark.parametrize("name", [cuda.KernelArena.reset, cuda.KernelArena.used])
+def test_counters_come_after_streams_that_were_named(gpu, name):
     arena, s = cuda.KernelArena(1 << 20), cuda.Stream()
-    name = {
-        "reset": arena.reset,
-        "used": arena.used,
-        "buffer": lambda s: arena.buffer(arena.address + ARENA_AT, 64, stream=s),
-    }
-    name[named](s)
+    name(arena, s)
     gpu.launch(s.handle, lambda: a_kernel_took(arena, 0, 7), [(arena.address, ARENA_AT)])
     assert arena.overflowed == 7
+
+
+def test_the_stream_of_a_buffer_may_end_with_it(gpu):
+    arena, stream = cuda.KernelArena(1 << 20), new_stream(gpu).handle_
+    arena.buffer(arena.address + ARENA_AT, 64, stream=stream).release()
+    gpu.call("cuStreamDestroy", stream)
+    arena.reset()
+    assert arena.used() == arena.overflowed == 0
+    assert gpu.errors == [], "it is asked about a stream that is gone"
+
+
+def test_a_buffer_that_another_thread_lets_go_of_forbids_no_reset(gpu):
+    """It looks at finished work just then, so `reset` cannot."""
+    arena, stream = cuda.KernelArena(1 << 20), cuda.Stream()
+    pool = arenapy.Pool(2 << 20, cuda.Device())
+    block, done = pool.alloc(64), []
+    window = arena.buffer(arena.address + ARENA_AT, 64)
+    array = Array(window.address, (64,))
+    array.keeps = window
+    block.copy_from(array, stream=stream)
+    del window, array
+    gpu.drain()
+    thread = threading.Thread(target=lambda: done.append(arena.reset()))
+
+    def meanwhile(name):
+        if name == "cuEventQuery" and thread.ident is None:
+            thread.start()
+            thread.join(0.002)
+
+    gpu.before_call = meanwhile
+    pool.stats()
+    thread.join()
+    assert done == [None]
 
 
 def test_a_buffer_that_only_finished_work_keeps_forbids_no_reset(gpu):

@@ -11,11 +11,24 @@ import threading
 
 import pytest
 from capsules import Array
-from cuda_support import HOST_VISIBLE, MIB, PER_THREAD, a_gpu, backwards, content, slowly_fill
+from cuda_support import (
+    ALLOCATORS as ENDING,
+)
+from cuda_support import (
+    HOST_VISIBLE,
+    MIB,
+    PER_THREAD,
+    a_gpu,
+    backwards,
+    content,
+    new_stream,
+    slowly_fill,
+)
 from cuda_turns import Turns
 from helpers import peek, poke
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cuda_foreign import memory
 
 from arenapy import OutOfMemory, Pool, Slab, cuda
 
@@ -187,3 +200,49 @@ def test_an_array_on_the_default_stream_of_another_thread(gpu, way):
     else:
         assert set(content(memory)) == {9}
     del buffer
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", ENDING)
+def test_a_region_is_closed_while_its_allocator_ends(gpu, name, source):
+    """The allocator waits for a stream then, so that the other thread goes on."""
+    held, stream = [ENDING[name](SOURCES[source]())], new_stream(gpu)
+    block = held[0].alloc() if name == "slab" else held[0].alloc(BLOCK)
+    region = held[0].regions[0]
+    slowly_fill(gpu, stream.handle_, block, 1)
+    block.record_stream(stream)
+    del block
+    kept = Pool(4 * MIB, cuda.Device()).alloc(BLOCK)  # of which the closing looks at the work
+    kept.copy_from(Array(memory(gpu, nbytes=BLOCK), (BLOCK,)), stream=new_stream(gpu))
+    waits, inside, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def end():
+        with gpu.on(0):
+            held.clear()
+        ended.set()
+
+    def close():
+        waits.wait(5)
+        with gpu.on(0):
+            region.close()
+        inside.set()
+
+    ends = threading.Thread(target=end)
+    closes = threading.Thread(target=close)
+
+    def between(name):
+        if threading.current_thread() is ends and "Synchronize" in name:
+            waits.set()
+            inside.wait(1)
+        elif threading.current_thread() is closes and not inside.is_set():
+            inside.set()
+            ended.wait(1)
+
+    gpu.before_call = between
+    ends.start()
+    closes.start()
+    ends.join()
+    closes.join()
+    gpu.before_call = None
+    assert waits.is_set(), "the allocator waited"
+    assert region.closed

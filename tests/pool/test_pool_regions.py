@@ -254,14 +254,17 @@ def test_a_refused_request_asks_the_source_a_few_times(threads):
     in_threads(ask, *[work] * threads)
 
 
+@pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("source", ["Host()", "Host(grow=True)", "Shared(grow=True)"])
-def test_a_hopeless_request_takes_no_memory(run_script, source):
+def test_a_hopeless_request_takes_no_memory(run_script, source, used):
     run_script(f"""
         import resource
         from arenapy import Host, OutOfMemory, Pool, Shared
         pool = Pool(source={source})
-        pool.alloc(100)
+        if {used}:
+            pool.alloc(100)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        addresses = [region.nbytes for region in pool.regions]
         for size in (1 << 40, 3 << 40):
             try:
                 pool.alloc(size)
@@ -270,6 +273,7 @@ def test_a_hopeless_request_takes_no_memory(run_script, source):
             else:
                 raise AssertionError(size)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "KiB"
+        assert [region.nbytes for region in pool.regions] == addresses
     """)
 
 
