@@ -260,7 +260,9 @@ def measure(*allocators: Allocator) -> Measurement:
     (``Bump.peak``, ``stats().peak_bytes``) is that of the newest block. After the last block it is
     the overall peak, even if ``reset_peak()`` was called in a block.
 
-    Thread-safety: may be used from any thread. It counts the allocations of all threads.
+    Thread-safety: may be used from any thread. It counts the allocations of all threads. To begin
+    and to end, it turns Python's garbage collector off for a moment: on free-threaded builds, call
+    ``gc.disable()`` before other threads measure.
 
     Examples
     --------

@@ -123,13 +123,17 @@ cdef class AllocatorCore(MemoryOwner):
         return 0
 
     cdef int share_region(self, Region region) except -1:
+        cdef StreamHooks hooks
         cdef tuple before = None
         cdef tuple after
         cdef bint done = False, room = True
         check_alike(self, self.listed(), region)
         region.attach(self)
         if self.hooks is None and region.hooks is not None:
-            self.take_hooks(region.hooks.bound(None))
+            hooks = region.hooks.bound(None)
+            with cython.critical_section(self):
+                if self.hooks is None:       # another thread may have been first
+                    self.take_hooks(hooks)
         self.forget(region)
         while room and not done:             # the tuple is made before the lock is taken
             before = self.listed()

@@ -255,7 +255,9 @@ cdef class Bump(Allocator):
         PyObject_GC_UnTrack(<PyObject*>blocks)   # so that nobody changes it meanwhile
         wanted = [as_size(n, "sizes") for n in sizes]
         before = c.figures()                 # now: the sizes may come from code that allocates
+        arenapy_lock_acquire(&c.lock)
         size = (<Region>c.region[0]).size
+        arenapy_lock_release(&c.lock)
         holes = holes_of(c) if c.holes.n else None
         try:
             for n in wanted:

@@ -10,8 +10,6 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from collections import deque
-
 from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
@@ -208,13 +206,16 @@ cdef Fence new_graph_fence(StreamRef stream):
     cdef int result
     if graph == NULL:                        # it is over, or was made invalid
         return Fence.__new__(Fence)
-    if stream.graph is not None and stream.capture == id and not (<Fence>stream.graph).passed():
-        return stream.graph                  # one is enough for all that a capture uses
+    with cython.critical_section(stream):
+        known = stream.graph if stream.capture == id else None
+    if known is not None and not (<Fence>known).passed():
+        return <Fence>known                  # one is enough for all that a capture uses
     # Several objects may name a stream. Its handle is no other stream's while it is captured.
     key = (generation, id, <uintptr_t>stream.handle, stream.thread)
     known = graphs.get(key)
     if known is not None and not (<Fence>known).passed():
-        stream.graph, stream.capture = known, id
+        with cython.critical_section(stream):
+            stream.graph, stream.capture = <Fence>known, id
         return <Fence>known
     flag = <SharedFlag*>malloc(sizeof(SharedFlag))
     if flag == NULL:
@@ -234,7 +235,8 @@ cdef Fence new_graph_fence(StreamRef stream):
         flag = NULL
     fence.shared = flag
     checked(result, "cuGraphRetainUserObject")
-    stream.graph, stream.capture = fence, id
+    with cython.critical_section(stream):
+        stream.graph, stream.capture = fence, id
     graphs.put(key, fence)
     return fence
 
@@ -434,7 +436,7 @@ cdef int wait_outside(StreamRef stream) except -1:
 # copies and fills without a stream. Dropping an object may run any code, which may end up here
 # again.
 
-cdef object retained = deque()       # Retained, roughly the oldest first
+cdef list retained = []              # Retained, roughly the oldest first
 cdef uint64_t looking = 0            # atomic: is a thread at it?
 
 
@@ -520,7 +522,7 @@ cdef bint look(bint all, bint needed) noexcept:
         return False
     for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
         try:
-            one = <Retained>retained.popleft()
+            one = <Retained>retained.pop(0)
         except IndexError:
             break
         if uses_done(one, needed):

@@ -283,8 +283,7 @@ cdef class Ordering(StreamHooks):
 
     cdef bint ended(self, object stream) noexcept:
         # Others may name a stream of cuda.core's, too: it gets another cache then.
-        return nobody_else_has(<StreamRef>stream) or (
-            (<StreamRef>stream).namer is not None and (<StreamRef>stream).namer() is None)
+        return nobody_else_has(<StreamRef>stream) or (<StreamRef>stream).namer_is_gone()
 
     cdef bint done(self, object stream) noexcept:
         if isinstance(stream, GraphFence):
@@ -838,12 +837,13 @@ cdef void hide_owner(MemoryOwner region) noexcept:
     Were it garbage together with the Buffer, the collector would take it apart, or run its
     finalizer, before. So it does not see that object from here on.
     """
-    cdef object owner = (<Region>region).owner
-    cdef list hidden
-    if owner is not None and type(owner) not in (list, tuple):
-        hidden = unseen_list()
-        hidden.append(owner)
-        (<Region>region).owner = hidden
+    cdef object owner
+    cdef list hidden = unseen_list()
+    with cython.critical_section(region):
+        owner = (<Region>region).owner
+        if owner is not None and type(owner) not in (list, tuple):
+            hidden.append(owner)
+            (<Region>region).owner = hidden
 
 
 def is_stream(one):

@@ -43,6 +43,7 @@ cdef class StreamRef:
     cdef object __weakref__
 
     # If `namer` is gone, this object is it from now on.
+    cdef bint namer_is_gone(self)
     cdef int named_by(self, object stream) except -1
     # Calls the code of the user, but for one that is `lasting`: not under a lock.
     cdef bint gone(self) noexcept

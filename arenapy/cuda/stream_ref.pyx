@@ -189,9 +189,16 @@ cdef class StreamRef:
         return f"<stream {<uintptr_t>self.handle:#x} of device {self.device_id}>"
 
     cdef int named_by(self, object stream) except -1:
-        if self.namer is not None and self.namer() is None and is_core_stream(stream):
-            self.namer = weakref.ref(stream)
+        if self.namer_is_gone() and is_core_stream(stream):
+            namer = weakref.ref(stream)
+            with cython.critical_section(self):
+                self.namer = namer
         return 0
+
+    cdef bint namer_is_gone(self):
+        with cython.critical_section(self):
+            namer = self.namer
+        return namer is not None and namer() is None
 
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
@@ -546,13 +553,14 @@ cdef StreamRef stream_of(object stream, int device_id):
         found = first_known(key, found)
     found.named_by(stream)
     if keeps is not None and found.owner is None:
-        if mine is not None:
-            found.owner, found.lasting = mine, True
-            found.namer = weakref.ref(stream)
+        if mine is None:
+            keep(found, stream, keeps, keeps and ends_with(stream))
             return found
-        keep(found, stream)
-        found.lasting = keeps
-        found.ends = keeps and ends_with(stream)
+        namer = weakref.ref(stream)
+        with cython.critical_section(found):
+            if found.owner is None:
+                found.namer, found.lasting = namer, True
+                found.owner = mine
     return found
 
 
@@ -591,12 +599,19 @@ cdef StreamRef thread_stream(int device, void* context):
     return one.stream
 
 
-cdef int keep(StreamRef found, object stream) except -1:
-    """The object that named it, so that nothing else gets its address, by which it is found."""
-    found.owner = stream
+cdef int keep(StreamRef found, object stream, bint lasting, bint ends) except -1:
+    """The object that named it, so that nothing else gets its address, by which it is found.
+
+    Of two threads that name it at once the first one's stays, since others read it without a lock.
+    """
+    cdef object tells = None
     if hasattr(stream, "close"):
         tells = getattr(stream, "__cuda_stream__", None)
-        found.tells = tells if callable(tells) else functools.partial(described, stream)
+        tells = tells if callable(tells) else functools.partial(described, stream)
+    with cython.critical_section(found):
+        if found.owner is None:
+            found.tells, found.lasting, found.ends = tells, lasting, ends
+            found.owner = stream
     return 0
 
 
@@ -651,7 +666,7 @@ cdef StreamRef capturing(object stream, void* handle, void* context, int device_
            <uintptr_t><void*>owner)
     found = first_known(key, found)
     if owner is not None and found.owner is None:
-        keep(found, owner)
+        keep(found, owner, False, False)
     return found
 
 

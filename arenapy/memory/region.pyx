@@ -412,6 +412,7 @@ cdef class Region(MemoryOwner):
         True
         """
         cdef MemoryOwner user, guard
+        cdef object owner
         cdef bint held, closed, known = False
         while not known:
             user = self.living_user()
@@ -440,7 +441,8 @@ cdef class Region(MemoryOwner):
                 "shrinking now; drop them first, let calls return, and trim() the Pool"
             )
         self._unmap()
-        self.owner = None
+        with cython.critical_section(self):
+            owner, self.owner = self.owner, None     # it ends after the section
 
     def _make_accessible(self, size_t offset, size_t nbytes):
         """Make a part of a reservation accessible. False: it is closed, or a limit is reached.

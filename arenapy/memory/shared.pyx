@@ -288,11 +288,13 @@ def reduce_subclass(array):
 
 def reduce_region(Region region not None):
     """A handle of the whole region. It leases nothing: Buffers made from it there do."""
+    cdef MemoryOwner user
     if region.kind != "shared" or region.file.fd < 0 or region.gone:
         return region.__reduce_ex__(2)         # says why not
     region.sent = True
-    if region.user != NULL:
-        (<MemoryOwner>region.user).expect_leases(False)
+    user = region.living_user()
+    if user is not None:
+        user.expect_leases(False)
     with region.reopened() as file:
         handle = handle_of(file)
     return receive_region, (

@@ -726,9 +726,11 @@ cdef int make_more_ready(void* argument) except -1:
         return 0
     memory.ready_asked = False
     try:
-        if memory.ready_end:
-            memory.ready.look_ahead()
-            memory.note_ready(memory.ready)
+        with cython.critical_section(memory):
+            reservation = memory.ready
+        if memory.ready_end and reservation is not None:
+            reservation.look_ahead()
+            memory.note_ready(reservation)
     except (MemoryError, OSError) as error:
         if not is_refusal(error):            # a signal's: handlers run in this thread
             raise
