@@ -684,15 +684,14 @@ cdef StreamRef barrier_stream(int device_id):
     cdef StreamRef legacy = stream_of(LEGACY, device_id) if device_id >= 0 else None
     cdef StreamRef found
     key = (generation, 0 if legacy is None else <uintptr_t>legacy.context, "fence")
-    with knowing:
-        found = known.get(key)
-        if found is None:
-            found = StreamRef.__new__(StreamRef)
-            found.device_id = device_id
-            if legacy is not None:
-                found.handle, found.context = legacy.handle, legacy.context
-            found.lasting = found.fence = True
-            known.put(key, found)
+    found = known.get(key)
+    if found is None:
+        found = StreamRef.__new__(StreamRef)
+        found.device_id = device_id
+        if legacy is not None:
+            found.handle, found.context = legacy.handle, legacy.context
+        found.lasting = found.fence = True
+        found = first_known(key, found)
     return found
 
 
