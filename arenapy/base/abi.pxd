@@ -8,7 +8,7 @@
 cdef enum:
     ARENAPY_ABI = 23
 
-cdef void built_for_arenapy_abi_22() noexcept nogil
+cdef void built_for_arenapy_abi_23() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_22()
+    built_for_arenapy_abi_23()

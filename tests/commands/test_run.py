@@ -384,6 +384,21 @@ def test_a_trace_that_is_cut_off_is_told(script, tmp_path, options):
     assert done.stderr.count("\n") == 1 or not options
 
 
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+def test_a_trace_that_the_program_replaces_is_told(script, tmp_path, options):
+    script("""
+        import os, shutil, numpy as np
+        shutil.rmtree("out")
+        os.mkdir("out")
+        open("out/a.trace", "w").write("mine")
+    """)
+    (tmp_path / "out").mkdir()
+    done = run([*OURS, *options, "--trace", "out/a.trace", "script.py"], tmp_path)
+    assert done.returncode == 0
+    assert "is another file now: the program replaced the trace" in " ".join(done.stderr.split())
+    assert (tmp_path / "out/a.trace").read_text() == "mine"
+
+
 def test_figures_are_those_of_the_program(script, tmp_path):
     script(
         """

@@ -90,7 +90,7 @@ def test_what_a_transport_takes():
         left, right = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=left)
         for buffer in (item, item[:4]):
-            with pytest.raises(TypeError, match="data argument must be a bytes-like object"):
+            with pytest.raises(TypeError, match="data argument must be a bytes"):
                 writer.write(buffer)
         writer.write(memoryview(item)[:4])
         await writer.drain()

@@ -51,6 +51,7 @@ class ProgramMemory:
         )
         self.recording = self._begin_trace(options["trace"], options["sites"])
         self.trace = self.recording.path if self.recording and options["trace_stays"] else None
+        self._file = os.stat(self.trace) if self.trace is not None else None
         self.traced = ""  # for the report
         self.handler = numpy_memory(
             self.pool, on_full=options["on_full"], threads=True, libc=options["libc"]
@@ -74,7 +75,14 @@ class ProgramMemory:
             try:
                 self.recording.stop()
                 if self.trace is not None:
-                    size = format_bytes(os.path.getsize(self.trace))
+                    found = os.stat(self.trace)
+                    if not os.path.samestat(found, self._file):
+                        self.traced = (
+                            f"{printable(self.trace)} is another file now: the program replaced "
+                            "the trace"
+                        )
+                        return False
+                    size = format_bytes(found.st_size)
                     self.traced = f"{printable(self.trace)}, {size}; see arenapy trace"
             except OSError as error:
                 self.traced = printable(str(error))
