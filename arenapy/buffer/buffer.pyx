@@ -271,8 +271,8 @@ cdef class Buffer(Block):
             if word & HELD or self.root is not None:
                 done = arenapy_cas(&self.word, &word, word | CLOSED)
                 continue
-            if self.owner.debug and is_open(self):
-                self.owner.leaving(self.ptr)
+            if self.owner.debug and not self.owner.recycles and is_open(self):
+                self.owner.leaving(self.ptr)     # before somebody may have the bytes
             arenapy_lock_acquire(&self.owner.lock)
             word = arenapy_load(&self.word)
             if word == 0:
@@ -285,6 +285,8 @@ cdef class Buffer(Block):
             # A closed root is this call's alone. Not under the lock: this may write a recording,
             # and ask whether another process sees the block.
             if mine and self.owner.recycles:
+                if self.owner.debug:
+                    self.owner.leaving(self.ptr)
                 self.owner.release_block(self)
             if done and self.hold != NULL:   # streams use it
                 end_hold(<PyObject*>self)

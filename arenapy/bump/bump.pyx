@@ -27,7 +27,8 @@ from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.bump.growth cimport (
-    InPlace, give_back_growth, grow_arena, grow_for, grow_in_place, grow_last, holes_of, in_place,
+    GROWN, GROWN_NOT, GROWN_TO_THE_END, GROWN_TOO_LATE, InPlace, give_back_growth, grow_arena,
+    grow_for, grow_in_place, grow_last, holes_of, in_place,
 )
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_MARK, EVENT_RESET,
@@ -48,6 +49,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     NAMED = 4                # blocks that a message names at most
+    MOST_TRIES = 10          # to grow in place beside other threads
 
 
 @cython.final
@@ -321,39 +323,42 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef bint done, at_end, used
+        cdef bint used, asked = False
+        cdef int how = GROWN_NOT
+        cdef int _n
+        cdef uint64_t freed = 0
         cdef uintptr_t start
-        cdef Py_ssize_t size
         check_open(buffer)
         if buffer.root is not None or <PyObject*>buffer.owner != <PyObject*>c:
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         check_growth(buffer, n)
         self.core.open_check()
         used = buffer.hold != NULL and c.hooks is not None and n > buffer.size
-        if used:
-            c.hooks.extend(buffer)           # which may raise
-        done = grow_last(c, buffer, n, &at_end)
-        if at_end and isinstance(self.grows_from, InPlace):
-            size = buffer.size
-            try:
-                grow_in_place(
-                    c, <InPlace>self.grows_from, self.max_bytes, n - max(size, 1), 1, True)
-            except MemoryError:
-                pass                         # a free extent elsewhere may be large enough
-            check_open(buffer)               # making room may have run code
-            if n < buffer.size:
-                raise ValueError(f"{buffer!r} did not grow: other code has grown it further")
-            done = grow_last(c, buffer, n, &at_end)
-        if done:
+        # Streams and sources let other threads run, which may use and free the memory behind the
+        # block, or change the block. Then the streams are told again.
+        for _n in range(MOST_TRIES):
+            if used:
+                freed = c.freed
+                c.hooks.extend(buffer)
+            how = grow_last(c, buffer, n, used, freed)
+            if how == GROWN_TO_THE_END and not asked and isinstance(self.grows_from, InPlace):
+                asked = True
+                try:
+                    grow_in_place(c, <InPlace>self.grows_from, self.max_bytes,
+                                  n - max(buffer.size, 1), 1, True)
+                except MemoryError:
+                    break                    # a free extent elsewhere may be large enough
+                how = grow_last(c, buffer, n, used, freed)
+            if how != GROWN_TOO_LATE:
+                break
+        if how == GROWN:
             record(c, EVENT_ALLOC, buffer.ptr, n)    # which ends the block that was there
             if c.debug:
                 start = <uintptr_t>buffer.ptr
                 c.ledger.begin(start, start + n + (n == 0), n, buffer.place)
-            if used:
-                c.hooks.extend(buffer)       # again: other threads may have used the memory since
-            if c.debug:
                 c.operated()
             return buffer
+        check_growth(buffer, n)              # other code may have changed it
         return moved(self, c, buffer, n)
 
     def _reserved(self):
@@ -651,11 +656,11 @@ cdef class Bump(Allocator):
         )
 
     def _tally(self):
-        cdef Figures f = self.core.figures()
+        cdef Figures f = self.core.figures_now()
         return f.total, f.bytes, f.used
 
     def _exchange_peak(self, peak):
-        cdef size_t before = self.core.figures().peak
+        cdef size_t before = self.core.figures_now().peak
         self.core.peak_bytes = 0 if peak is None else peak
         return before
 

@@ -97,6 +97,7 @@ cdef class BumpCore(Arena):
     # `wait` as in `StreamHooks.collect`. Takes the lock.
     cdef int reclaim(self, Py_ssize_t wait) except -1
     cdef Figures figures(self)
+    cdef Figures figures_now(self) noexcept
     cdef str full(self, size_t n, size_t align, object max_bytes)
     cdef size_t free_bytes(self) noexcept nogil
     cdef size_t largest_free(self) noexcept nogil

@@ -321,7 +321,7 @@ cdef class BumpCore(Arena):
     cdef int open(self, Region region) except -1:
         """Take the first region. Called once, before anything else."""
         cdef bint known = region.seen_elsewhere()
-        region.pin()                         # another thread may close it as soon as it is here
+        region.pin_unused()                  # another thread may close it as soon as it is here
         try:
             region.attach(self)
             try:
@@ -448,10 +448,16 @@ cdef class BumpCore(Arena):
 
     cdef Figures figures(self):
         """All figures of one moment."""
+        self.reclaim(False)
+        return self.figures_now()
+
+    cdef Figures figures_now(self) noexcept:
+        """The same, without asking streams and other processes, which may run other code."""
         cdef Figures f
         cdef Py_ssize_t i
-        self.reclaim(False)
         arenapy_lock_acquire(&self.lock)
+        if not self.shut:
+            self.drain()
         self.prune()                     # a Mark that dies leaves its frame to the next call
         f.capacity = self.capacity
         f.used = used(self)

@@ -1,4 +1,6 @@
 # How an arena grows.
+from libc.stdint cimport uint64_t
+
 from arenapy.bump.core cimport BumpCore
 from arenapy.buffer.block cimport Hold
 from arenapy.buffer.buffer cimport Buffer
@@ -29,8 +31,16 @@ cdef int grow_in_place(BumpCore c, InPlace place, object max_bytes, size_t n, si
 # taken over in any case.
 cdef int grow_for(BumpCore c, object source, object max_bytes, Buffer b, Py_ssize_t n,
                   Py_ssize_t align, Hold* hold) except -1
-# Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there.
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept
+cdef enum:
+    GROWN
+    GROWN_NOT                # it is not the newest, or has changed
+    GROWN_TO_THE_END         # not grown: the memory ends there
+    GROWN_TOO_LATE           # not grown: something was freed
+
+# Grow a block in place. `used`, not if anything was freed since `c.freed` was `freed`: bytes that
+# others used since are not free for the block's streams.
+cdef int grow_last(
+    BumpCore c, Buffer buffer, Py_ssize_t n, bint used, uint64_t freed) noexcept
 cdef list holes_of(BumpCore c)
 # Give back free memory: see growth.pyx.
 cdef int give_back_growth(

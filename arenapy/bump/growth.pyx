@@ -9,7 +9,7 @@ What lives here: how large the growth is, and that it has room for the request. 
 blocks go in it (core).
 """
 cimport cython
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from arenapy.allocator.allocator cimport make_region, make_reservation
@@ -22,7 +22,9 @@ from arenapy.base.interval_set cimport (
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport this_thread
-from arenapy.buffer.block cimport HOLD_EMPTY, NEEDED, Hold, born_held, drop_hold
+from arenapy.buffer.block cimport (
+    HOLD_EMPTY, NEEDED, Hold, born_held, drop_hold, is_open_locked,
+)
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.bump.core cimport BumpCore
 from arenapy.bump.hot_path cimport arena_alloc, catch_up
@@ -501,12 +503,14 @@ cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
     permit(c, cut, nbytes)
 
 
-cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexcept:
-    """Grow a block in place. False: it is not the newest, or (`at_end`) the memory ends there."""
+cdef int grow_last(
+    BumpCore c, Buffer buffer, Py_ssize_t n, bint used, uint64_t freed
+) noexcept:
     cdef uintptr_t start, end
     cdef Py_ssize_t here
     cdef Extent* e
-    cdef bint newest, done = False
+    cdef int how = GROWN_NOT
+    cdef bint newest
     arenapy_lock_acquire(&c.lock)
     c.drain()
     if buffer.tag != c.content:
@@ -515,12 +519,15 @@ cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexc
     end = start + buffer.size + (buffer.size == 0)
     c.rejoin_run(end)
     here = c.runs[c.n_runs - 1].region
-    newest = c.is_last(end, buffer.tag) and not c.run_is_spare()
+    newest = (is_open_locked(buffer) and n >= buffer.size and c.is_last(end, buffer.tag)
+              and not c.run_is_spare())
     if newest:
         e = extents_above(&c.free, here, c.cursor)
         if e != NULL and e.region == here and e.start == c.limit:    # it came back since
             c.limit = extents_take(&c.free, e).end
-    if newest and <size_t>n <= c.limit - start:
+    if newest and <size_t>n <= c.limit - start and used and c.freed != freed:
+        how = GROWN_TOO_LATE
+    elif newest and <size_t>n <= c.limit - start:
         c.cursor = start + n + (n == 0)
         c.live += n - buffer.size
         if POISONS:
@@ -530,12 +537,14 @@ cdef bint grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, bint* at_end) noexc
             buffer.hold.end = c.cursor
             if n > 0:
                 buffer.hold.flags &= ~<uint32_t>HOLD_EMPTY
-        done = True
-    e = extents_from(&c.holes, here, c.limit)
-    at_end[0] = newest and not done and ((e != NULL and e.start == c.limit) or c.limit == (
-        <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size))
+        how = GROWN
+    elif newest:
+        e = extents_from(&c.holes, here, c.limit)
+        if (e != NULL and e.start == c.limit) or c.limit == (
+                <uintptr_t>(<Region>c.region[here]).ptr + (<Region>c.region[here]).size):
+            how = GROWN_TO_THE_END
     arenapy_lock_release(&c.lock)
-    return done
+    return how
 
 
 cdef int grow_arena(

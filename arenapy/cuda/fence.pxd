@@ -94,3 +94,5 @@ cdef void give_up(Retained one) noexcept
 cdef void park(object memory, list waits) noexcept
 # Let go of what is over. A few are looked at, others next time; or all. False: a thread is at it.
 cdef bint look(bint all, bint needed) noexcept
+# Does a thread drop objects that it has taken out?
+cdef bint somebody_drops() noexcept

@@ -10,7 +10,9 @@ cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from arenapy.base.atomic cimport arenapy_cas, arenapy_load, arenapy_store, arenapy_sub
+from arenapy.base.atomic cimport (
+    arenapy_add, arenapy_cas, arenapy_load, arenapy_store, arenapy_sub,
+)
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
@@ -436,8 +438,11 @@ cdef int wait_outside(StreamRef stream) except -1:
 # copies and fills without a stream. Dropping an object may run any code, which may end up here
 # again.
 
-cdef list retained = []              # Retained, roughly the oldest first
+# Retained. Only the thread that is `looking` takes one out; the last one gets its place.
+cdef list retained = []
+cdef Py_ssize_t next_look = 0
 cdef uint64_t looking = 0            # atomic: is a thread at it?
+cdef uint64_t dropping = 0           # atomic: threads that drop what is over
 
 
 @cython.final
@@ -514,21 +519,35 @@ cdef bint uses_done(Retained one, bint needed) noexcept:
 
 
 cdef bint look(bint all, bint needed) noexcept:
+    global next_look
     cdef uint64_t nobody = 0
-    cdef Py_ssize_t n = len(retained)
+    cdef Py_ssize_t n = len(retained), at
     cdef list over = []
-    cdef Retained one
+    cdef Retained one, last
     if not arenapy_cas(&looking, &nobody, 1):
         return False
-    for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
-        try:
-            one = <Retained>retained.pop(0)
-        except IndexError:
-            break
-        if uses_done(one, needed):
-            over.append(one)
-        else:
-            retained.append(one)
-    arenapy_store(&looking, 0)
+    try:
+        at = 0 if all else next_look
+        for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
+            if at >= len(retained):
+                at = 0
+            one = <Retained>retained[at]
+            if uses_done(one, needed):
+                over.append(one)
+                last = <Retained>retained.pop()      # others only append
+                if last is not one:
+                    retained[at] = last
+            else:
+                at += 1
+        next_look = at
+    finally:
+        arenapy_add(&dropping, 1)
+        arenapy_store(&looking, 0)
+    one = last = None
     over.clear()                             # which may run other code
+    arenapy_sub(&dropping, 1)
     return True
+
+
+cdef bint somebody_drops() noexcept:
+    return arenapy_load(&dropping) != 0

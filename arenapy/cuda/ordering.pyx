@@ -50,7 +50,7 @@ from arenapy.cuda.driver cimport (
 from arenapy.cuda.fence cimport (
     PATIENCE, EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never,
     join_streams, late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park,
-    synchronize, wait_for_those, wait_here, wait_outside, work_of,
+    somebody_drops, synchronize, wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
@@ -946,7 +946,7 @@ cdef int give_back(Buffer block, object stream) except -1:
 
 def drop_finished():
     """Let go of what finished work has kept. False: another thread does so just now."""
-    return look(True, True)
+    return look(True, True) and not somebody_drops()
 
 
 def used_untold(Block block not None):

@@ -16,6 +16,7 @@ library frees it (`special`).
 
 The process keeps every Pool that was named here: a library frees blocks until it ends.
 """
+cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
@@ -193,6 +194,7 @@ cdef object stream_named = None      # (device, handle) -> what the handle names
 cdef dict most_reserved = {}  # by ordinal: the peak of the Pool's reserved bytes
 cdef dict refusals = {}      # by ordinal: requests that did not fit
 adding = threading.Lock()    # held while a route is added
+cdef object telling = []     # whose critical section guards `told`: no code of Python's runs in it
 
 
 cdef inline uint64_t first_place(int device, void* stream) noexcept nogil:
@@ -402,7 +404,8 @@ cdef bint freed_special(uintptr_t at, int device, void* stream) except -1:
     hold = <Hold*>malloc(sizeof(Hold))
     if hold == NULL:
         raise MemoryError("no memory for the record of a stream's block")
-    uses = told.pop(at)                      # and its own stream's order is enough
+    with cython.critical_section(telling):
+        uses = told.pop(at)                  # and its own stream's order is enough
     arenapy_sub(&n_special, 1)
     hold.start = at
     hold.tag = core.find(<char*>at)
@@ -451,17 +454,22 @@ cdef void record_use(uintptr_t at, void* stream) noexcept with gil:
 
 
 cdef int add_uses(uintptr_t at, list uses) except -1:
-    cdef list known, over = [], instead = []
-    cdef Py_ssize_t before
-    if at not in told:
-        told[at] = []
-        arenapy_add(&n_special, 1)
-    known = told[at]
-    before = len(known)
-    known.extend([one for one in uses if one not in known])
-    if len(known) // MANY_USES > before // MANY_USES:
-        finished_uses(known, len(known), over, instead)
-        known[:] = [one for one in known if one not in over] + instead
+    cdef list known, now, over = [], instead = []
+    # Nobody changes a list that is in `told`: other threads name streams of the block, too.
+    with cython.critical_section(telling):
+        known = told.get(at)
+        if known is None:
+            known = []
+            arenapy_add(&n_special, 1)
+        now = known + [one for one in uses if one not in known]
+        told[at] = now
+    if len(now) // MANY_USES > len(known) // MANY_USES:
+        finished_uses(now, len(now), over, instead)
+        with cython.critical_section(telling):
+            known = told.get(at)
+            if known is not None:
+                told[at] = [one for one in known if one not in over] + [
+                    one for one in instead if one not in known]
     return 0
 
 

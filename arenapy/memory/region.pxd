@@ -72,6 +72,7 @@ cdef class Region(MemoryOwner):
     cdef int check_unused(self) except -1
     # Between these two nobody closes it, but for a child that was forked meanwhile.
     cdef int pin(self) except -1
+    cdef int pin_unused(self) except -1
     cdef void unpin(self) noexcept
 
 # The result of source.region(nbytes), which should be a Region and is not checked here.

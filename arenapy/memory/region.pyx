@@ -18,6 +18,7 @@ thread, in the parent and in the child: the handlers call no Python, and read an
 that kind.
 """
 import operator
+import sys
 
 cimport cython
 from cpython.object cimport PyObject
@@ -227,7 +228,8 @@ cdef class Region(MemoryOwner):
             raise ValueError("page_size=0 is not the size of a page; give its size, like 4096")
         self.ptr = <char*>start
         self.size = n
-        self.kind = kind
+        # Interned, it never ends without a GIL: other threads read an allocator's without a lock.
+        self.kind = kind if ARENAPY_GIL or type(kind) is not str else sys.intern(kind)
         self.owner = owner
         self.foreign = owner is not None and not isinstance(owner, Backing)
         if isinstance(owner, Claim):
@@ -582,6 +584,7 @@ cdef class Region(MemoryOwner):
         return 0
 
     cdef int pin(self) except -1:
+        """For the allocator that has it."""
         cdef MemoryOwner guard = <MemoryOwner>self.user if self.user != NULL else self
         cdef bint gone
         arenapy_lock_acquire(&guard.lock)
@@ -591,6 +594,19 @@ cdef class Region(MemoryOwner):
         arenapy_lock_release(&guard.lock)
         if gone:
             raise ValueError(f"{self!r} is closed; make a new region from its source")
+        return 0
+
+    cdef int pin_unused(self) except -1:
+        """For an allocator that is about to take it: nobody closes it, or takes it, meanwhile."""
+        cdef bint free
+        arenapy_lock_acquire(&self.lock)
+        free = self.user == NULL and not self.gone and self.pinned_by == 0
+        if free:
+            self.pinned_by = this_thread()
+        arenapy_lock_release(&self.lock)
+        if not free:
+            self.check_unused()
+            raise ValueError(f"{self!r} is used by another call; give each allocator its own region")
         return 0
 
     cdef void unpin(self) noexcept:

@@ -536,7 +536,7 @@ cdef class PoolMemory:
         if region is None:
             raise TypeError(f"{self.source!r}.region() returned None, which is not a Region")
         check_unseen(self.core, region)
-        region.pin()                         # another thread may close it as soon as it is here
+        region.pin_unused()                  # another thread may close it as soon as it is here
         try:
             self.core.add_segment(region, 0, self.max_pages, self.core.own_cache().tick)
         finally:

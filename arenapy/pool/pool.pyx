@@ -718,6 +718,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t pages = c.pages_for(n, align)
         cdef Place place = Place(0, 0, 0)
         cdef object error = None
+        cdef bint others = False             # another thread had the only region
         c.open_check()
         if n > <size_t>MAX_PAGES << PAGE_BITS:
             raise OutOfMemory(self.full(n, "no address space is that large"))
@@ -734,6 +735,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         while True:
             if not have_spare(c):
                 raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
+            others = c.n_segments > 0
             try:
                 if self.memory.grow(pages, wished, &missing, &place):
                     return True
@@ -757,8 +759,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 break
             most -= min(most, freed)
             wished = pages
-        # Another thread has given the only region back meanwhile, or has got it again.
-        if (self.memory.only and round < MOST_TURNS and pages << PAGE_BITS <= self.memory.only
+        # Another thread has given the only region back meanwhile, or has room in it again.
+        if (self.memory.only and others and round < MOST_TURNS
+                and pages << PAGE_BITS <= self.memory.only
                 and (c.n_segments == 0 or has_run(c, pages))):
             return False
         # Another thread that grows has the room meanwhile, and may have had more than it needs.

@@ -357,7 +357,7 @@ cdef class Items(AllocatorCore):
 
     cdef bint add_part(self, Region region, uint64_t items, uint64_t most) except -1:
         """Take over the first `items` items of a region."""
-        region.pin()                         # another thread may close it as soon as it is here
+        region.pin_unused()                  # another thread may close it as soon as it is here
         try:
             return self.add_pinned(region, items, most)
         finally:

@@ -79,6 +79,19 @@ def taken_twice(path):
     return lambda: Bump(NBYTES, source), lambda: Bump(NBYTES, source), verify
 
 
+def taken_while_it_ends(make):
+    def case(path):
+        source = Given(region())
+        kept = [make(source)]
+
+        def verify(first, second):
+            assert (second[0] is None) == (second[1] is not None)
+
+        return kept.clear, lambda: make(source), verify
+
+    return case
+
+
 def viewed_and_taken(path):
     one = region()
     buffer = one.buffer()
@@ -180,6 +193,7 @@ MAKERS = {
 CASES = {
     "closed twice": closed_twice,
     "taken twice": taken_twice,
+    **{f"taken while a {name} ends": taken_while_it_ends(MAKERS[name]) for name in MAKERS},
     "viewed and taken": viewed_and_taken,
     **{f"closed and taken by a {name}": closed_and_taken(MAKERS[name]) for name in MAKERS},
     **{f"closed while a {name} ends": closed_and_ended(MAKERS[name]) for name in MAKERS},

@@ -447,6 +447,33 @@ def test_a_check_amid_which_the_arena_is_trimmed():
     assert len(kept) == 3000
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda one: Bump(PAGE, one), lambda one: Slab(64, 1, one), lambda one: Pool(MIB, one, PAGE)],
+)
+def test_who_is_refused_the_region_leaves_it_growing(monkeypatch, make):
+    arena = Bump(PAGE, Meddling(grow=True), 64 * MIB)
+    (region,) = arena.regions
+    refused = []
+
+    class Given:
+        def region(self, nbytes):
+            return region
+
+    def during():
+        Meddling.during = None
+        with pytest.raises(ValueError, match="already belongs"):
+            make(Given())
+        with pytest.raises(BufferError, match="growing or shrinking"):
+            region.close()
+        refused.append(True)
+
+    monkeypatch.setattr(Meddling, "during", during)
+    block = arena.alloc(3 * MIB)
+    assert refused and not region.closed
+    poke(block.address, block.nbytes, 1)
+
+
 @pytest.mark.parametrize("call", ["commit", "decommit"])
 def test_nobody_closes_the_region_while_its_memory_changes(call):
     """What is unmapped may be mapped again by others, whose bytes the source would then change."""

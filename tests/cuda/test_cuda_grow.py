@@ -1,6 +1,7 @@
 """A block that moves to grow, while streams use it. On the simulated driver."""
 
 import contextlib
+import threading
 
 import pytest
 from capsules import Consumer
@@ -209,6 +210,45 @@ def test_in_place_amid_a_capture(gpu, when, captured):
     if when == "before":  # else the stream waits
         assert set(content(grown)[N : 2 * MIB]) == {1}, "what was written there first is over"
     gpu.destroy_graph(graph_of(gpu, named.handle_))
+    arena.check()
+
+
+@pytest.mark.parametrize("other", ["grows it", "releases it"])
+def test_another_thread_changes_a_block_that_grows_in_place(gpu, other):
+    own, stream = cuda.Stream(), cuda.Stream()
+    arena = Bump(MIB, cuda.Device(), stream=own)
+    block = arena.alloc(N, stream=stream)
+    slowly_fill(gpu, own.handle, block, 1)
+    does = {"grows it": lambda: arena.grow(block, 8 * N), "releases it": block.release}[other]
+    thread = threading.Thread(target=does)
+
+    def between(name):
+        if name == "cuEventRecord" and thread.ident is None:
+            thread.start()
+            thread.join()
+
+    gpu.before_call = between
+    with pytest.raises(ValueError, match=r"less than the|closed"):
+        arena.grow(block, 2 * N)
+    gpu.before_call = None
+    assert thread.ident is not None
+    assert block.closed if other == "releases it" else block.nbytes == 8 * N
+    arena.check()
+
+
+def test_in_place_with_the_last_memory_of_the_device(gpu):
+    """Amid a capture, in which a wait takes memory, too."""
+    arena = Bump(2 * MIB, cuda.Device(grow=True), max_bytes=128 * MIB)
+    stream = new_stream(gpu, 0)
+    block = arena.alloc(N, stream=stream)
+    gpu.begin_capture(stream.handle_)
+    for n in range(56, 64):
+        try:
+            assert arena.grow(block, n * MIB) is block
+        except OutOfMemory:
+            assert block.nbytes in (N, (n - 1) * MIB), "an error changes nothing"
+            break
+    gpu.destroy_graph(graph_of(gpu, stream.handle_))
     arena.check()
 
 

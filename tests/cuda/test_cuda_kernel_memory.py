@@ -82,24 +82,27 @@ def test_the_stream_of_a_buffer_may_end_with_it(gpu):
     assert gpu.errors == [], "it is asked about a stream that is gone"
 
 
-def test_a_buffer_that_another_thread_lets_go_of_forbids_no_reset(gpu):
+@pytest.mark.parametrize("when", ["cuEventQuery", "while it drops"])
+def test_a_buffer_that_another_thread_lets_go_of_forbids_no_reset(gpu, when):
     """It looks at finished work just then, so `reset` cannot."""
     arena, stream = cuda.KernelArena(1 << 20), cuda.Stream()
     pool = arenapy.Pool(2 << 20, cuda.Device())
     block, done = pool.alloc(64), []
     window = arena.buffer(arena.address + ARENA_AT, 64)
-    array = Array(window.address, (64,))
+    slow, array = Array(window.address, (64,)), Array(window.address, (64,))
     array.keeps = window
+    block.copy_from(slow, stream=stream)
     block.copy_from(array, stream=stream)
-    del window, array
-    gpu.drain()
     thread = threading.Thread(target=lambda: done.append(arena.reset()))
 
-    def meanwhile(name):
-        if name == "cuEventQuery" and thread.ident is None:
+    def meanwhile(name=when):
+        if name == when and thread.ident is None:
             thread.start()
             thread.join(0.002)
 
+    slow.on_delete = meanwhile if when == "while it drops" else None
+    del window, array, slow
+    gpu.drain()
     gpu.before_call = meanwhile
     pool.stats()
     thread.join()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simulated_driver import INVALID_VALUE
 from test_cuda_foreign import memory
 
-from arenapy import Pool, cuda
+from arenapy import Bump, Pool, cuda, measure
 
 N = 4096
 OURS, FREED = 3, 0xEE
@@ -210,3 +210,16 @@ def test_another_driver_is_asked_nothing():
     with a_gpu():
         cuda.Stream().synchronize()  # which asks that one nothing
         assert tensor.deleted == before
+
+
+def test_a_measurement_drops_nothing(gpu, library):
+    """It has a lock then, for which the code of an object could wait."""
+    arena = Bump(MIB, cuda.Device())
+    block = arena.alloc(N)
+    block.copy_from(library.array(), stream=new_stream(gpu))
+    gpu.drain()
+    with measure(arena):
+        pass
+    assert len(library.alive) == 1
+    arena.stats()
+    assert len(library.alive) == 0

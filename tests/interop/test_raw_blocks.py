@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from cuda_machine import StreamMachine, Wrapped
+from helpers import in_threads
 from hypothesis.stateful import run_state_machine_as_test
 from simulated_driver import UNKNOWN, simulated
 from simulated_gpu import RELAXED
@@ -317,6 +318,32 @@ def test_a_recording_has_the_blocks(driver, serve, tmp_path):
     events = arenapy.trace.load(tmp_path / "t.trace").events
     assert [event["operation"] for event in events[-2:]] == [1, 2]
     assert events[-1]["address"] == events[-2]["address"]
+
+
+@pytest.mark.parametrize("each", [1, 12])
+def test_threads_name_streams_of_one_block(driver, serve, each):
+    """At once, on a free-threaded build. It is not free before all of them are done."""
+    handles = [driver.got("cuStreamCreate", ctypes.c_void_p, 1) for _ in range(2 * each)]
+    objects = {handle: Wrapped(handle) for handle in handles}
+    pool = serve(Pool(4 * MIB, cuda.Device()), lambda device, handle: objects.get(handle, LEGACY))
+    for _ in range(300):
+        block = alloc(4096, 0, 0)
+
+        def name(some, block=block):
+            for handle in some:
+                record_stream(block, handle)
+
+        in_threads(lambda: name(handles[:each]), lambda: name(handles[each:]))
+        done = []
+        for handle in handles:
+            driver.launch(handle, lambda done=done: done.append(True), [(block, 4096)])
+        free(block, 4096, 0, 0)
+        while len(done) < len(handles):
+            assert pool.stats().pending_bytes, "a stream still uses it"
+            driver.step()
+        driver.drain()
+        assert pool.stats().pending_bytes == 0
+    pool.check()
 
 
 @pytest.mark.parametrize("kept", [False, True])

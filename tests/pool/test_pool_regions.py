@@ -254,6 +254,24 @@ def test_a_refused_request_asks_the_source_a_few_times(threads):
     in_threads(ask, *[work] * threads)
 
 
+def test_a_source_that_refuses_its_only_region_is_asked_once():
+    calls = []
+
+    class Once(Existing):
+        def region(self, nbytes):
+            calls.append(nbytes)
+            if len(calls) > 1:
+                raise OutOfMemory("another process has it")
+            return super().region(nbytes)
+
+    pool = Pool(source=Once(bytearray(MIB)))
+    pool.trim()
+    with pytest.raises(OutOfMemory, match="another process has it"):
+        pool.alloc(1000)
+    assert len(calls) == 2
+    pool.check()
+
+
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("source", ["Host()", "Host(grow=True)", "Shared(grow=True)"])
 def test_a_hopeless_request_takes_no_memory(run_script, source, used):
