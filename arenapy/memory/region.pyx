@@ -414,7 +414,7 @@ cdef class Region(MemoryOwner):
         True
         """
         cdef MemoryOwner user, guard
-        cdef object owner
+        cdef object _owner
         cdef bint held, closed, known = False
         while not known:
             user = self.living_user()
@@ -444,7 +444,7 @@ cdef class Region(MemoryOwner):
             )
         self._unmap()
         with cython.critical_section(self):
-            owner, self.owner = self.owner, None     # it ends after the section
+            _owner, self.owner = self.owner, None    # it ends after the section
 
     def _make_accessible(self, size_t offset, size_t nbytes):
         """Make a part of a reservation accessible. False: it is closed, or a limit is reached.
@@ -598,15 +598,16 @@ cdef class Region(MemoryOwner):
 
     cdef int pin_unused(self) except -1:
         """For an allocator that is about to take it: nobody closes it, or takes it, meanwhile."""
-        cdef bint free
+        cdef bint unused
         arenapy_lock_acquire(&self.lock)
-        free = self.user == NULL and not self.gone and self.pinned_by == 0
-        if free:
+        unused = self.user == NULL and not self.gone and self.pinned_by == 0
+        if unused:
             self.pinned_by = this_thread()
         arenapy_lock_release(&self.lock)
-        if not free:
+        if not unused:
             self.check_unused()
-            raise ValueError(f"{self!r} is used by another call; give each allocator its own region")
+            raise ValueError(
+                f"{self!r} is used by another call; give each allocator its own region")
         return 0
 
     cdef void unpin(self) noexcept:

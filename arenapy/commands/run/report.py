@@ -74,7 +74,7 @@ class ProgramMemory:
         if self.recording is not None:
             try:
                 self.recording.stop()
-                if self.trace is not None:
+                if self.trace is not None and self._file is not None:
                     found = os.stat(self.trace)
                     if not os.path.samestat(found, self._file):
                         self.traced = (
