@@ -288,6 +288,8 @@ cdef void end_hold(PyObject* root) noexcept
 # Add a further use of a block to the hold's list of uses. The owner has hooks.
 # The length of that list; 0: it was there already. And no longer, unless it is the only one.
 cdef int note_use(Block block, object use) except -1
+# Its uses, a list that nobody changes, or None.
+cdef list listed_uses(Block root)
 cdef int drop_use(Block block, object use) except -1
 cdef list uses_of(Block block)               # as they are now
 # The stream of an argument, for memory of this owner; None: nothing to take note of.

@@ -21,14 +21,14 @@ from arenapy.allocator.allocator cimport (
 )
 from arenapy.base.sizes cimport MAX_BYTES, as_align, as_size, quick_size
 from arenapy.buffer.block cimport (
-    CLOSED, Hold, born_held, check_open, named_stream, new_hold, track,
+    CLOSED, Hold, born_held, check_open, listed_uses, named_stream, new_hold, track,
 )
 from arenapy.buffer.buffer cimport Buffer, freelist_pop, new_block
 from arenapy.bump.hot_path cimport arena_alloc, catch_up, rewind
 from arenapy.bump.core cimport BumpCore, Figures, Frame, Mark, begin_mark, end_mark
 from arenapy.bump.growth cimport (
     GROWN, GROWN_NOT, GROWN_TO_THE_END, GROWN_TOO_LATE, InPlace, give_back_growth, grow_arena,
-    grow_for, grow_in_place, grow_last, holes_of, in_place,
+    grow_for, grow_in_place, grow_last, holes_of, in_place, times_freed,
 )
 from arenapy.diagnostics.recorder cimport (
     EVENT_ALLOC, EVENT_MARK, EVENT_RESET,
@@ -323,7 +323,8 @@ cdef class Bump(Allocator):
         """
         cdef BumpCore c = self.core
         cdef Py_ssize_t n = as_size(nbytes, "nbytes")
-        cdef bint used, asked = False
+        cdef bint asked = False
+        cdef list told
         cdef int how = GROWN_NOT
         cdef int _n
         cdef uint64_t freed = 0
@@ -333,14 +334,14 @@ cdef class Bump(Allocator):
             raise ValueError(f"{buffer!r} is not a block of this arena; pass one of its blocks")
         check_growth(buffer, n)
         self.core.open_check()
-        used = buffer.hold != NULL and c.hooks is not None and n > buffer.size
         # Streams and sources let other threads run, which may use and free the memory behind the
         # block, or change the block. Then the streams are told again.
         for _n in range(MOST_TRIES):
-            if used:
-                freed = c.freed
+            freed = times_freed(c)
+            told = listed_uses(buffer)
+            if told is not None and n > buffer.size:
                 c.hooks.extend(buffer)
-            how = grow_last(c, buffer, n, used, freed)
+            how = grow_last(c, buffer, n, told, freed)
             if how == GROWN_TO_THE_END and not asked and isinstance(self.grows_from, InPlace):
                 asked = True
                 try:
@@ -348,7 +349,7 @@ cdef class Bump(Allocator):
                                   n - max(buffer.size, 1), 1, True)
                 except MemoryError:
                     break                    # a free extent elsewhere may be large enough
-                how = grow_last(c, buffer, n, used, freed)
+                how = grow_last(c, buffer, n, told, freed)
             if how != GROWN_TOO_LATE:
                 break
         if how == GROWN:

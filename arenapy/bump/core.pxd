@@ -68,6 +68,7 @@ cdef class BumpCore(Arena):
     cdef uint64_t content    # frames[n_frames - 1].content
     cdef uint64_t total      # allocations ever
     cdef uint64_t freed      # bytes that were live and are no more
+    cdef uint64_t came_back  # how often bytes came back, but for resets, which `stamp` counts
     cdef void* ended_list    # atomic: Holds whose Buffers died, newest first; and `note`
     cdef uint64_t stamp      # the last content or id given out
     # Bytes handed out contiguously, oldest first; n_runs >= 1. Of all but the last, those in which

@@ -583,6 +583,7 @@ cdef class BumpCore(Arena):
         self.poison(start, end)
         self.cursor = start - pad
         self.freed += end - start - empty
+        self.came_back += 1
         self.live -= end - start - empty
         if self.run_is_spare():
             self.pop_run()
@@ -671,6 +672,7 @@ cdef class BumpCore(Arena):
                     self.retired_bytes >= hold.end - hold.start, b"retired bytes were counted")
                 self.retired_bytes -= hold.end - hold.start
                 self.free_or_lease(hold)
+                self.came_back += 1
                 back = True
             else:
                 unlink_hold(&self.frames[self.frame_of(hold.tag)].holds, hold)

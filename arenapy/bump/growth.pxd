@@ -35,12 +35,13 @@ cdef enum:
     GROWN
     GROWN_NOT                # it is not the newest, or has changed
     GROWN_TO_THE_END         # not grown: the memory ends there
-    GROWN_TOO_LATE           # not grown: something was freed
+    GROWN_TOO_LATE           # not grown: its streams are to be told again
 
-# Grow a block in place. `used`, not if anything was freed since `c.freed` was `freed`: bytes that
-# others used since are not free for the block's streams.
-cdef int grow_last(
-    BumpCore c, Buffer buffer, Py_ssize_t n, bint used, uint64_t freed) noexcept
+# It changes when bytes become free.
+cdef uint64_t times_freed(BumpCore c) noexcept
+# Grow a block in place. If it has uses, they must be `told`, and nothing was freed since
+# `times_freed` was `freed`: bytes that others used since are not free for its streams.
+cdef int grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, list told, uint64_t freed) noexcept
 cdef list holes_of(BumpCore c)
 # Give back free memory: see growth.pyx.
 cdef int give_back_growth(

@@ -9,6 +9,7 @@ What lives here: how large the growth is, and that it has room for the request. 
 blocks go in it (core).
 """
 cimport cython
+from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
@@ -503,14 +504,21 @@ cdef void shorten(BumpCore c, Region region, size_t nbytes) noexcept nogil:
     permit(c, cut, nbytes)
 
 
-cdef int grow_last(
-    BumpCore c, Buffer buffer, Py_ssize_t n, bint used, uint64_t freed
-) noexcept:
+cdef uint64_t times_freed(BumpCore c) noexcept:
+    cdef uint64_t times
+    arenapy_lock_acquire(&c.lock)
+    c.drain()
+    times = c.stamp + c.came_back
+    arenapy_lock_release(&c.lock)
+    return times
+
+
+cdef int grow_last(BumpCore c, Buffer buffer, Py_ssize_t n, list told, uint64_t freed) noexcept:
     cdef uintptr_t start, end
     cdef Py_ssize_t here
     cdef Extent* e
     cdef int how = GROWN_NOT
-    cdef bint newest
+    cdef bint newest, late
     arenapy_lock_acquire(&c.lock)
     c.drain()
     if buffer.tag != c.content:
@@ -525,7 +533,9 @@ cdef int grow_last(
         e = extents_above(&c.free, here, c.cursor)
         if e != NULL and e.region == here and e.start == c.limit:    # it came back since
             c.limit = extents_take(&c.free, e).end
-    if newest and <size_t>n <= c.limit - start and used and c.freed != freed:
+    late = buffer.hold != NULL and buffer.hold.uses != NULL and n > buffer.size and (
+        buffer.hold.uses != <PyObject*>told or c.stamp + c.came_back != freed)
+    if newest and late:
         how = GROWN_TOO_LATE
     elif newest and <size_t>n <= c.limit - start:
         c.cursor = start + n + (n == 0)

@@ -521,13 +521,13 @@ cdef bint uses_done(Retained one, bint needed) noexcept:
 cdef bint look(bint all, bint needed) noexcept:
     global next_look
     cdef uint64_t nobody = 0
-    cdef Py_ssize_t n = len(retained), at
+    cdef Py_ssize_t n, at
     cdef list over = []
     cdef Retained one, last
     if not arenapy_cas(&looking, &nobody, 1):
         return False
     try:
-        at = 0 if all else next_look
+        n, at = len(retained), 0 if all else next_look
         for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
             if at >= len(retained):
                 at = 0
@@ -543,9 +543,9 @@ cdef bint look(bint all, bint needed) noexcept:
     finally:
         arenapy_add(&dropping, 1)
         arenapy_store(&looking, 0)
-    one = last = None
-    over.clear()                             # which may run other code
-    arenapy_sub(&dropping, 1)
+        one = last = None
+        over.clear()                         # which may run other code
+        arenapy_sub(&dropping, 1)
     return True
 
 

@@ -271,8 +271,9 @@ def _not_shared(thing: Buffer | np.ndarray[Any, Any]) -> BufferError:
     if thing.nbytes == 0:
         return BufferError("there is nothing to share: it has no bytes")
     return BufferError(
-        f"{thing.nbytes} bytes are not in memory that can be shared: copy them into it with "
-        "Pool(source=Shared()).copy(x), or allocate them there with empty() or alloc()"
+        f"{thing.nbytes} bytes are not in memory that can be shared, or the array does not refer "
+        "to their Buffer: send a Buffer or an array that empty() or Buffer.array() gave, or copy "
+        "them with Pool(source=Shared()).copy(x)"
     )
 
 

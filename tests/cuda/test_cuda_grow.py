@@ -236,6 +236,81 @@ def test_another_thread_changes_a_block_that_grows_in_place(gpu, other):
     arena.check()
 
 
+@pytest.mark.parametrize("came_free", ["retired", "released", "retired, held by an array"])
+def test_what_comes_free_while_a_block_grows_over_it(gpu, came_free):
+    """For the arena's stream, in another thread, after the block's stream was told of that one."""
+    own, stream, theirs = cuda.Stream(), cuda.Stream(), cuda.Stream()
+    arena = Bump(MIB, cuda.Device(), stream=own)
+    block = arena.alloc(N, stream=stream) if came_free == "released" else None
+    before = arena.alloc(N) if block is None else None
+    behind = arena.alloc(N, stream=None if "held" in came_free else theirs)
+    kept = [behind.__dlpack__(stream=own.handle)] if "held" in came_free else []
+    if not kept:
+        slowly_fill(gpu, theirs.handle, behind, 1)
+    address = behind.address
+    if block is None:
+        del before, behind
+        arena.reset()
+        block = arena.alloc(N, stream=stream)
+    else:
+        behind.release()
+        del behind
+    assert block.address + N <= address < block.address + 3 * N
+    slowly_fill(gpu, own.handle, block, 0)
+
+    def other():
+        if kept:
+            gpu.launch(own.handle, lambda: poke(address, N, 1), [(address, N)])
+            kept.clear()
+        with pytest.raises(OutOfMemory):
+            arena.alloc(MIB)
+
+    thread = threading.Thread(target=other)
+
+    def between(name):
+        if name == "cuStreamWaitEvent" and thread.ident is None:
+            thread.start()
+            thread.join()
+
+    gpu.before_call = between
+    grown = arena.grow(block, 3 * N)
+    gpu.before_call = None
+    assert grown is block and thread.ident is not None
+    slowly_fill(gpu, stream.handle, grown, 2)
+    backwards(gpu)
+    assert set(content(grown)) == {2}
+
+
+def test_a_stream_that_is_named_while_a_block_grows(gpu):
+    own, stream, theirs = cuda.Stream(), cuda.Stream(), cuda.Stream()
+    arena = Bump(2 * MIB, cuda.Device(grow=True), max_bytes=8 * MIB, stream=own)
+    block = arena.alloc(N)
+
+    def other():
+        behind = arena.alloc(N, stream=theirs)
+        slowly_fill(gpu, theirs.handle, behind, 1)
+        block.record_stream(stream)
+        behind.release()
+        del behind
+        with pytest.raises(OutOfMemory):
+            arena.alloc(64 * MIB)
+
+    thread = threading.Thread(target=other)
+
+    def between(name):
+        if name == "cuMemMap" and thread.ident is None:
+            thread.start()
+            thread.join()
+
+    gpu.before_call = between
+    grown = arena.grow(block, 3 * MIB)
+    gpu.before_call = None
+    assert grown is block and thread.ident is not None
+    slowly_fill(gpu, stream.handle, grown, 2)
+    backwards(gpu)
+    assert set(content(grown)) == {2}
+
+
 def test_in_place_with_the_last_memory_of_the_device(gpu):
     """Amid a capture, in which a wait takes memory, too."""
     arena = Bump(2 * MIB, cuda.Device(grow=True), max_bytes=128 * MIB)
