@@ -146,8 +146,8 @@ cdef class MemoryOwner:
     cdef Freelist freelist               # GIL builds only
     cdef char* freelists                 # others: N_FREELISTS of them, FREELIST_BYTES each; or NULL
     cdef PyObject* shards                # a list, its allocator's, which alone may use it; or NULL
-    cdef bint ending                     # it waits for streams, perhaps, and nobody may keep it
-    cdef object weak                     # where there is no GIL, of an allocator's core: to it
+    cdef bint ending                     # an allocator's core that ends: nobody may keep it
+    cdef object weak                     # a weak reference to it, on free-threaded builds
     cdef PyObject* next_core             # the registry of allocators' cores (see region.pyx)
     cdef PyObject* prev_core
 

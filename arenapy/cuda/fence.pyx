@@ -524,6 +524,8 @@ cdef bint look(bint all, bint needed) noexcept:
     cdef Py_ssize_t n, at
     cdef list over = []
     cdef Retained one, last
+    if len(retained) == 0:
+        return True
     if not arenapy_cas(&looking, &nobody, 1):
         return False
     try:

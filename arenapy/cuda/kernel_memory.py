@@ -230,7 +230,7 @@ class _KernelMemory:
         """The number of requests since the last reset that did not fit.
 
         The host waits for the legacy default stream, for all blocking streams, and for the streams
-        that `used` and `reset` got before. After a kernel on another stream, synchronize first.
+        that `used`, `in_use` and `reset` got. After a kernel on another stream, synchronize first.
         """
         return self._counters(None)[1]
 
