@@ -510,6 +510,9 @@ cdef class Buffer(Block):
     def copy_from(self, source, stream=None):
         """Copy the bytes of `source` (any contiguous buffer of the same size) into this Buffer.
 
+        The bytes stay in the order in which they lie in memory, whatever the shapes: an array in
+        Fortran's order arrives transposed.
+
         Parameters
         ----------
         source : buffer

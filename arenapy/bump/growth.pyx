@@ -232,9 +232,21 @@ cdef int give_memory(
             raise MemoryError("no memory for the bookkeeping of an arena")
     except BaseException:
         stream = c.hooks.own if c.hooks is not None else None
-        place.shorten(region.size, stream)
+        try:
+            place.shorten(region.size, stream)
+        except (RuntimeError, MemoryError):
+            pass                             # it stays ready
         for i in range(made):
-            place.decommit(parts[i].start - base, parts[i].end - parts[i].start, stream)
+            try:
+                place.decommit(parts[i].start - base, parts[i].end - parts[i].start, stream)
+            except (RuntimeError, MemoryError):      # it has kept its memory: no hole any more
+                arenapy_lock_acquire(&c.lock)
+                room = extents_room(&c.free, 1) and extents_room(&c.holes, 1) and not c.shut
+                if room:
+                    fill(c, parts[i].start, parts[i].end)
+                arenapy_lock_release(&c.lock)
+                if room:
+                    record(c, EVENT_GROW, <void*>parts[i].start, parts[i].end - parts[i].start)
         raise
     for i in range(n):
         record(c, EVENT_GROW, <void*>parts[i].start, parts[i].end - parts[i].start)

@@ -84,6 +84,13 @@ def _requires_align(method: Callable[..., Any]) -> bool:
     return parameter.default is inspect.Parameter.empty
 
 
+def _is_null(block: Any) -> bool:
+    try:
+        return address_of(block) == 0
+    except TypeError:  # it does not say
+        return False
+
+
 class Adapter:
     """An allocator by the usual names of its methods.
 
@@ -137,7 +144,7 @@ class Adapter:
             align = 1
         wanted = (nbytes,) if align is None or not self.aligns else (nbytes, align)
         block = self._allocate(*wanted)
-        if block is None or (nbytes and isinstance(block, int) and not block):
+        if block is None or (nbytes and _is_null(block)):
             raise MemoryError(f"{nbytes} bytes were refused")  # as malloc does it
         return block, nbytes
 

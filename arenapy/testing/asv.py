@@ -258,8 +258,8 @@ class MemorySuite:
 
     A subclass defines ``work(self, *params)``, and gets ``track_page_faults`` (unit "faults") and
     ``track_peak_bytes`` ("bytes"). It may also define ``allocator(self, *params)``, which returns
-    the allocator of `work` and is called once in each benchmark, after ``setup``. It then also gets
-    ``track_allocated_peak_bytes`` ("bytes") and ``track_hit_rate`` ("1"). ``params``,
+    the allocator of `work`. It then also gets ``track_allocated_peak_bytes`` ("bytes") and
+    ``track_hit_rate`` ("1"), each of which calls it once, after ``setup``. ``params``,
     ``param_names``, ``setup`` and the rest are as in asv. To remove a benchmark, set it to None in
     the subclass, or in a class that it inherits from.
 

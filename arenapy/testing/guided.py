@@ -281,9 +281,14 @@ def add_inputs(corpus: str | os.PathLike[str], folder: str | os.PathLike[str]) -
         Path(corpus, hashlib.sha1(data).hexdigest()).write_bytes(data)
 
 
+def _named(path: Path) -> str:
+    """The name that its contents give a file, as long as the one that it has."""
+    return hashlib.sha1(path.read_bytes()).hexdigest()[: len(path.name)]
+
+
 def _refuse_other_files(corpus: str | os.PathLike[str]) -> None:
     for path in sorted(Path(corpus).iterdir()):
-        if not (INPUT.fullmatch(path.name) and path.is_file()):
+        if not (INPUT.fullmatch(path.name) and path.is_file() and path.name == _named(path)):
             raise RuntimeError(
                 f"{str(path)!r} is not an input that was found here, and minimizing removes files: "
                 "keep it elsewhere, or give its folder with --merge to a new --corpus"

@@ -8,10 +8,11 @@ from functools import partial
 from typing import ClassVar
 
 import pytest
-from helpers import PAGE, peek, poke, unchanged_view
+from helpers import PAGE, peek, poke, round_up, unchanged_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_view import resident
+from sources import GRANULE, Granules, GranulesReserved
 
 from arenapy import Bump, Host, OutOfMemory, Pool, Region, Shared, Slab
 
@@ -543,6 +544,49 @@ class Offered:
     def decommit(self, offset, nbytes, stream=None):
         Offering.during.get("decommit", int)()
         self.made.decommit(offset, nbytes)
+
+
+class KeepsMemory(Granules):
+    """Refuses memory behind an address, and then keeps what it gave before."""
+
+    def reserve(self, nbytes):
+        self.made = KeepsMemoryReserved(round_up(nbytes, GRANULE))
+        return self.made
+
+
+class KeepsMemoryReserved(GranulesReserved):
+    refuses_from = None
+
+    def commit(self, offset, nbytes):
+        assert not self.part(offset, nbytes) & self.there, "it has memory already"
+        if self.refuses_from is not None and offset >= self.refuses_from:
+            raise OutOfMemory("the source has no more")
+        super().commit(offset, nbytes)
+
+    def decommit(self, offset, nbytes, stream=None):
+        if self.refuses_from is not None:
+            raise RuntimeError("a stream is captured")
+        super().decommit(offset, nbytes, stream)
+
+
+def test_a_hole_that_keeps_the_memory_of_growth_that_fails_is_no_hole():
+    source = KeepsMemory()
+    arena = Bump(2 * MIB, source, 64 * MIB)
+    first, mark = arena.alloc(2 * MIB), arena.mark()
+    blocks = [arena.alloc(4 * MIB), memoryview(arena.alloc(2 * MIB))]
+    arena.reset(mark)
+    arena.trim()
+    blocks.clear()
+    assert arena.capacity == 4 * MIB
+    source.made.refuses_from = 8 * MIB
+    with pytest.raises(OutOfMemory, match="the source has no more"):
+        arena.alloc(12 * MIB)
+    source.made.refuses_from = None
+    assert arena.capacity == len(source.made.there) * GRANULE == 8 * MIB
+    arena.check()
+    block = arena.alloc(12 * MIB)
+    poke(block.address, block.nbytes, 1)
+    assert not first.closed
 
 
 @pytest.mark.parametrize("make", [

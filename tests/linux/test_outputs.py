@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -687,15 +688,17 @@ def test_steps_are_written_over_steps_only(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option", [["--minimize"], ["--merge", "other"]])
-def test_a_folder_that_is_no_corpus_is_not_minimized(tmp_path, option, monkeypatch, capsys):
+@pytest.mark.parametrize("mine", ["thesis.txt", "20261130", "deadbeef" * 5])
+def test_a_folder_that_is_no_corpus_is_not_minimized(tmp_path, mine, option, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name in "corpus/0123abcd", "corpus/thesis.txt", "other/notes.txt":
+    named = hashlib.sha1(b"precious").hexdigest()[:8]  # as an input is
+    for name in f"corpus/{named}", f"corpus/{mine}", "other/notes.txt":
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(b"precious")
     before = everything(tmp_path)
     monkeypatch.setattr(guided, "_process", lambda *a, **k: pytest.fail("it began"))
     assert testing.main(["guided", "a:b", "--corpus", "corpus", *option]) == 2
-    assert "thesis.txt" in capsys.readouterr().err
+    assert mine in capsys.readouterr().err
     assert everything(tmp_path) == before
 
 

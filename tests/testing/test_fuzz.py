@@ -188,6 +188,10 @@ def test_methods_go_by_their_usual_names():
     assert block[0].closed and plain.aligns and plain.remaining() == 7 and plain.check is not None
     asked = []
     alloc = lambda nbytes, align: asked.append((nbytes, align)) or 1  # noqa: E731
+    full = Adapter(SimpleNamespace(alloc=lambda n: SimpleNamespace(ptr=0)))
+    with pytest.raises(MemoryError, match="5 bytes were refused"):
+        full.allocate(5, None)
+    assert full.allocate(0, None)[0].ptr == 0
     required = Adapter(SimpleNamespace(alloc=alloc))
     required.allocate(10, None)
     required.allocate(10, 64)
