@@ -188,11 +188,13 @@ cdef class Listing:
         return self
 
     def __next__(self):
+        cdef Py_ssize_t at
         cdef Found* f
-        if self.at == self.blocks.n:
+        at = self.at                         # another thread may change it
+        if at >= self.blocks.n:
             raise StopIteration
-        f = &self.blocks.items[self.at]
-        self.at += 1
+        f = &self.blocks.items[at]
+        self.at = at + 1
         state = f.state
         if f.address in self.pending:
             state = PENDING

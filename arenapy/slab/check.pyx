@@ -41,21 +41,24 @@ cdef class Listing:
         return self
 
     def __next__(self):
+        cdef uint32_t part
+        cdef uint64_t item
         cdef Copied* p
         cdef Group* group
-        while self.part < self.n_parts and self.item == self.parts[self.part].items:
-            self.part += 1
-            self.item = 0
-        if self.part == self.n_parts:
+        part, item = self.part, self.item    # another thread may change them
+        while part < self.n_parts and item >= self.parts[part].items:
+            part += 1
+            item = 0
+        self.part, self.item = part, item + 1
+        if part >= self.n_parts:
             raise StopIteration
-        p = &self.parts[self.part]
-        group = &p.groups[self.item >> 6]
-        address = <uintptr_t>p.base + self.item * self.stride
-        if group.live[self.item & 63]:
+        p = &self.parts[part]
+        group = &p.groups[item >> 6]
+        address = <uintptr_t>p.base + item * self.stride
+        if group.live[item & 63]:
             state = "live"
         else:
             state = "pending" if address in self.pending else "idle"
-        self.item += 1
         return self.info(
             address, self.stride, self.size_class, state, max(self.now, group.tick) - group.tick)
 

@@ -704,7 +704,8 @@ def test_a_folder_that_is_no_corpus_is_not_minimized(tmp_path, mine, option, mon
 
 def test_merging_writes_over_no_input(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, text in ("c/" + "a" * 8, b"1"), ("other/" + "a" * 8, b"2"), ("other/seed", b"3"):
+    named = hashlib.sha1(b"1").hexdigest()[:8]
+    for name, text in ("c/" + named, b"1"), ("other/" + named, b"2"), ("other/seed", b"3"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(text)
     seen = {}
