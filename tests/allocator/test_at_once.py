@@ -8,21 +8,12 @@ import time
 
 import pytest
 from helpers import in_threads
+from sources import Given
 
 from arenapy import Bump, Host, OutOfMemory, Pool, Slab, trace
 
 SECONDS, NBYTES = 0.3, 1 << 16
 REFUSALS = (ValueError, BufferError, OutOfMemory)
-
-
-class Given:
-    """A source of one region, for whoever asks."""
-
-    def __init__(self, region):
-        self.one = region
-
-    def region(self, nbytes):
-        return self.one
 
 
 class Refuses:

@@ -12,7 +12,7 @@ from helpers import PAGE, peek, poke, round_up, unchanged_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_view import resident
-from sources import GRANULE, Granules, GranulesReserved
+from sources import GRANULE, Given, Granules, GranulesReserved
 
 from arenapy import Bump, Host, OutOfMemory, Pool, Region, Shared, Slab
 
@@ -457,14 +457,10 @@ def test_who_is_refused_the_region_leaves_it_growing(monkeypatch, make):
     (region,) = arena.regions
     refused = []
 
-    class Given:
-        def region(self, nbytes):
-            return region
-
     def during():
         Meddling.during = None
         with pytest.raises(ValueError, match="already belongs"):
-            make(Given())
+            make(Given(region))
         with pytest.raises(BufferError, match="growing or shrinking"):
             region.close()
         refused.append(True)

@@ -1,7 +1,6 @@
 """A block that moves to grow, while streams use it. On the simulated driver."""
 
 import contextlib
-import threading
 
 import pytest
 from capsules import Consumer
@@ -18,7 +17,7 @@ from cuda_support import (
     reads,
     slowly_fill,
 )
-from helpers import poke
+from helpers import in_threads, poke
 from stream_wrappers import NOT_OWNERS
 
 from arenapy import Bump, OutOfMemory, Pool, cuda
@@ -213,6 +212,22 @@ def test_in_place_amid_a_capture(gpu, when, captured):
     arena.check()
 
 
+@contextlib.contextmanager
+def amid(gpu, call, act):
+    """Another thread acts before the first such call of the driver, which has to come."""
+    done = []
+
+    def before(name):
+        if name == call and not done:
+            done.append(True)
+            in_threads(act)
+
+    gpu.before_call = before
+    yield
+    gpu.before_call = None
+    assert done
+
+
 @pytest.mark.parametrize("other", ["grows it", "releases it"])
 def test_another_thread_changes_a_block_that_grows_in_place(gpu, other):
     own, stream = cuda.Stream(), cuda.Stream()
@@ -220,18 +235,8 @@ def test_another_thread_changes_a_block_that_grows_in_place(gpu, other):
     block = arena.alloc(N, stream=stream)
     slowly_fill(gpu, own.handle, block, 1)
     does = {"grows it": lambda: arena.grow(block, 8 * N), "releases it": block.release}[other]
-    thread = threading.Thread(target=does)
-
-    def between(name):
-        if name == "cuEventRecord" and thread.ident is None:
-            thread.start()
-            thread.join()
-
-    gpu.before_call = between
-    with pytest.raises(ValueError, match=r"less than the|closed"):
+    with amid(gpu, "cuEventRecord", does), pytest.raises(ValueError, match=r"less than the|closed"):
         arena.grow(block, 2 * N)
-    gpu.before_call = None
-    assert thread.ident is not None
     assert block.closed if other == "releases it" else block.nbytes == 8 * N
     arena.check()
 
@@ -260,17 +265,9 @@ def test_what_comes_free_while_a_block_grows_over_it(gpu, came_free):
         with pytest.raises(OutOfMemory):
             arena.alloc(MIB)
 
-    thread = threading.Thread(target=other)
-
-    def between(name):
-        if name == "cuStreamWaitEvent" and thread.ident is None:
-            thread.start()
-            thread.join()
-
-    gpu.before_call = between
-    grown = arena.grow(block, 3 * N)
-    gpu.before_call = None
-    assert grown is block and thread.ident is not None
+    with amid(gpu, "cuStreamWaitEvent", other):
+        grown = arena.grow(block, 3 * N)
+    assert grown is block
     slowly_fill(gpu, stream.handle, grown, 2)
     backwards(gpu)
     assert set(content(grown)) == {2}
@@ -290,17 +287,9 @@ def test_a_stream_that_is_named_while_a_block_grows(gpu):
         with pytest.raises(OutOfMemory):
             arena.alloc(64 * MIB)
 
-    thread = threading.Thread(target=other)
-
-    def between(name):
-        if name == "cuMemMap" and thread.ident is None:
-            thread.start()
-            thread.join()
-
-    gpu.before_call = between
-    grown = arena.grow(block, 3 * MIB)
-    gpu.before_call = None
-    assert grown is block and thread.ident is not None
+    with amid(gpu, "cuMemMap", other):
+        grown = arena.grow(block, 3 * MIB)
+    assert grown is block
     slowly_fill(gpu, stream.handle, grown, 2)
     backwards(gpu)
     assert set(content(grown)) == {2}
