@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -159,7 +160,10 @@ class Adapter:
         """Return the number of free bytes, or None if the allocator does not say."""
         found = getattr(self.allocator, "remaining", None)
         found = found() if callable(found) else found
-        return found if isinstance(found, int) else None
+        try:
+            return operator.index(found)
+        except TypeError:
+            return None
 
 
 class CLibrary:

@@ -226,9 +226,11 @@ def _opened(owner: int) -> tuple[int, os.stat_result]:
     outputs.check(path, outputs.STEPS)
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
+    named_by_user = bool(os.environ.get("ARENAPY_STEPS"))  # now: it may change before the end
+
     def remove() -> None:
         # A process that gets here did not crash. Forked children leave the file alone.
-        if os.getpid() == owner and "ARENAPY_STEPS" not in os.environ and os.path.exists(path):
+        if os.getpid() == owner and not named_by_user and os.path.exists(path):
             os.unlink(path)
 
     atexit.register(remove)

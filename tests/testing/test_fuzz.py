@@ -167,7 +167,7 @@ class Handed:
 
 
 class Plain:
-    remaining = 7
+    remaining = np.int64(7)
 
     def alloc(self, nbytes, alignment=1):
         return Handed()
