@@ -12,7 +12,7 @@ from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport block_is_live
 from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total, live_slots
 from arenapy.pool.page_heap cimport (
-    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Descriptor, Segment, has_live, id_of,
+    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Bins, Descriptor, Segment, has_live, id_of,
     scatter, slot_number, trimmable_of,
 )
 from arenapy.pool.core cimport (
@@ -383,12 +383,14 @@ cdef void check_lists(PoolCore c, Tally* t, Fault* f) noexcept nogil:
     cdef uint32_t id, before, i
     cdef size_t aged = 0
     cdef int s, w, k
+    cdef Bins* bins
     cdef Descriptor* d
     cdef ThreadCache* cache
     for k in range(2):
+        bins = &c.free_bins if k == 0 else &c.void_bins
         for s in range(N_STEPS):
-            id = c.free_bins.heads[s] if k == 0 else c.void_bins.heads[s]
-            w = <int>((c.free_bins if k == 0 else c.void_bins).words[s >> 6] >> (s & 63) & 1)
+            id = bins.heads[s]
+            w = <int>(bins.words[s >> 6] >> (s & 63) & 1)
             fault(f, w != (id != 0), b"the bitmap of the bins is wrong", 0, w, s)
             before = 0
             while id:

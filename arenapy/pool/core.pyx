@@ -5,7 +5,7 @@ where blocks come from (thread_cache, page_heap), getting memory (memory), error
 """
 cimport cython
 from cpython.object cimport PyObject
-from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memmove, memset
 
@@ -33,6 +33,7 @@ from arenapy.memory.children cimport Seen, seen_add
 
 cdef extern from *:
     """
+    #include <string.h>
     #include <time.h>
     /* The clock of the last timer interrupt: a few milliseconds off, and cheap. */
     static inline double arenapy_coarse_seconds(void) {
@@ -42,6 +43,7 @@ cdef extern from *:
     }
     """
     double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
+    void* memrchr(const void* bytes, int byte, size_t n) noexcept nogil
 
 cdef enum:
     LARGEST_LOOKS = 256      # free extents of one bin that are looked at for the largest
@@ -379,10 +381,8 @@ cdef class PoolCore(ThreadCaches):
         cdef ThreadCache* f
         cdef int i, s, looks = 0
         cdef uint32_t id
-        for s in range(N_STEPS - 1, -1, -1):
+        for s in range(<int>(<uint8_t*>memrchr(self.class_at, k, N_STEPS) - self.class_at), -1, -1):
             # In the last bin of the class below, some free extents are of this one.
-            if self.class_at[s] != k and (s == N_STEPS - 1 or self.class_at[s + 1] != k):
-                continue
             id = self.free_bins.heads[s]
             while id and looks < LARGEST_LOOKS:
                 if class_of(pages_bytes(self, id)) == k:

@@ -34,7 +34,7 @@ cdef class Pool(Allocator):
     # Get memory for a request. False: none, but something was freed.
     cdef bint more(self, size_t n, size_t align, bint hooks, int round) except -1
     cdef size_t growth(self) noexcept
-    cdef str full(self, size_t n, str why)
+    cdef str full(self, size_t n, bint read, str why)
     cdef int take_batch(self, BlockBatch batch) except -1
     # The usual allocation on the pool's own stream; None if it is not that.
     cdef object usual_alloc(self, object nbytes)

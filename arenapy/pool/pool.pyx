@@ -721,7 +721,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef bint others = False             # another thread had the only region
         c.open_check()
         if n > <size_t>MAX_PAGES << PAGE_BITS:
-            raise OutOfMemory(self.full(n, "no address space is that large"))
+            raise OutOfMemory(self.full(n, hooks, "no address space is that large"))
         if c.may_lease:
             c.settle_sends()
         if (c.settle_streams(NEEDED)
@@ -734,7 +734,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         before = c.reserved_pages
         while True:
             if not have_spare(c):
-                raise OutOfMemory(self.full(n, "there is no memory for more bookkeeping"))
+                raise OutOfMemory(self.full(n, hooks, "there is no memory for more bookkeeping"))
             others = c.n_segments > 0
             try:
                 if self.memory.grow(pages, wished, &missing, &place):
@@ -779,17 +779,17 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             return False
         if error is not None:
             raise OutOfMemory(
-                self.full(n, f"its source has no more ({reason_of(error)})")) from error
+                self.full(n, hooks, f"its source has no more ({reason_of(error)})")) from error
         self.memory.note_refusal(None)       # this is another reason
         least = pages + self.memory.unaligned
         if least <= self.memory.max_pages:
-            raise OutOfMemory(self.full(n, "it has reached its limit"))
+            raise OutOfMemory(self.full(n, hooks, "it has reached its limit"))
         wished = least
         if c.merges_first:                   # the driver takes such pages anyway
             wished = (least + HUGE_PAGES - 1) // HUGE_PAGES * HUGE_PAGES
         raise OutOfMemory(self.full(
-            n, f"a region for them needs {least << PAGE_BITS} bytes, which is more than max_bytes "
-            f"(set it to {wished << PAGE_BITS} or more)"))
+            n, hooks, f"a region for them needs {least << PAGE_BITS} bytes, which is more than "
+            f"max_bytes (set it to {wished << PAGE_BITS} or more)"))
 
     cdef size_t growth(self) noexcept:
         """Pages that a pool takes at once, though a request wants fewer."""
@@ -802,9 +802,12 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         share = max(1, min(<int>DEVICE_SHARE, MAX_SEGMENTS - c.n_segments))
         return max(min(part, <size_t>MAX_GROWTH * HUGE_PAGES), c.reserved_pages // share)
 
-    cdef str full(self, size_t n, str why):
-        """Why a request failed, and what to do."""
-        cdef PoolFigures f = self.core.figures()
+    cdef str full(self, size_t n, bint read, str why):
+        """Why a request failed, and what to do; not all of it if nobody can `read` it, as in C."""
+        cdef PoolFigures f
+        if not read:
+            return why
+        f = self.core.figures()
         limit = "no limit" if self.max_bytes is None else f"max_bytes={self.max_bytes}"
         wait = ""
         if f.all.pending and self.core.hooks is not None:

@@ -160,6 +160,22 @@ MADE = {
     "Pool().alloc(100)": Way("Pool(1 << 24, source).alloc(100)", "Pool = arenapy.Pool"),
     "mmap(-1, 65536)": Way("mmap(-1, 65536)", "from mmap import mmap"),
 }
+WHOLE = {  # what looks at all of a pool
+    "pool.check()": Way("check()", "check = pool.check"),
+    "pool.stats()": Way("stats()", "stats = pool.stats"),
+    "pool is full: np.empty((100,))": Way("with memory: empty((100,))", "empty = np.empty"),
+}
+
+
+def full_pool():
+    """A pool without room."""
+    pool = arenapy.Pool(8 * MIB, lazy())
+    return {
+        "np": np,
+        "pool": pool,
+        "memory": arenapy.numpy_memory(pool),
+        "block": pool.alloc(8 * MIB),
+    }
 
 
 def handler():
@@ -264,6 +280,7 @@ GROUPS = {
         handler,
         tuple(name for name in HANDLER if name.endswith("arenapy")),
     ),
+    "Whole": Group("all of a pool", WHOLE, full_pool, tuple(WHOLE), runs=LEAST_RUNS),
     "Replay": Group("an event of a trace", REPLAYS, replays, tuple(REPLAYS)[:1]),
     "Made": Group(
         "making and dropping an allocator", MADE, makers, tuple(MADE)[:3], runs=LEAST_RUNS

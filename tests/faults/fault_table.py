@@ -70,7 +70,17 @@ ERRORS = {
 #: What our modules import of the C library beside what is failed, and why it is not.
 CANNOT_FAIL = {
     "it computes, or looks at memory": (
-        *("memcmp", "memcpy", "memmove", "memset", "strchr", "strlen", "strncmp", "strncpy"),
+        *(
+            "memcmp",
+            "memcpy",
+            "memmove",
+            "memrchr",
+            "memset",
+            "strchr",
+            "strlen",
+            "strncmp",
+            "strncpy",
+        ),
         *("memchr", "strcmp", "strrchr", "stderr"),
         *("__errno_location", "__tls_get_addr", "sigfillset", "pthread_self"),
         *("sscanf", "snprintf", "vsnprintf", "__stack_chk_fail"),
