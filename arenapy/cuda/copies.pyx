@@ -123,6 +123,8 @@ cdef class CudaMemory(Ordering):
                 one, "the block cannot move to grow; do this before the capture, or after it", None)
         self.after_told(source, own)         # also what a stream did that is closed now
         self.copy(to[:(<Block>source).size], source, own)
+        if own is not None and own.shut:     # its owner can make nothing wait for it any more
+            wait_outside(own)
         for one in streams:
             # A fence is of what was exported: the old one.
             if one is not own and not one.fence and not one.gone():

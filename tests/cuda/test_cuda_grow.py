@@ -318,3 +318,22 @@ def test_in_place_it_asks_nothing_if_no_stream_was_named(gpu, source):
     calls = gpu.calls.copy()
     assert arena.grow(block, 2 * N) is block
     assert gpu.calls == calls
+
+
+# On the stream of a Bump, of a Pool, and of a block of a Pool.
+@pytest.mark.parametrize(("kind", "own"), [(Bump, True), (Pool, True), (Pool, False)])
+def test_contents_of_a_block_whose_stream_was_closed(gpu, kind, own):
+    """They are there on return: nobody can make another stream wait for that one."""
+    stream, other = cuda.Stream(), cuda.Stream()
+    arena = kind(MIB, cuda.Device(), stream=stream if own else None)
+    block = arena.alloc(N, stream=None if own else stream)
+    block.fill(7, stream=stream)
+    stream.synchronize()
+    behind = arena.alloc(1)
+    stream.close()
+    grown = arena.grow(block, 64 * N)
+    assert grown is not block, "it did not move"
+    seen = reads(gpu, handle_of(other), grown.address, N)
+    backwards(gpu)
+    assert set(seen[0]) == {7}
+    del behind
