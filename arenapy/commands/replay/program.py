@@ -111,7 +111,7 @@ class _Blocks:
 
     def start(self, address: int, nbytes: int) -> None:
         if address in self.live:  # its end was not recorded: a reset of a held block, say
-            self.end(address)
+            self.end(*self.live.pop(address))
         if self.spare:
             slot = self.spare.pop()
         else:
@@ -121,8 +121,7 @@ class _Blocks:
         self.slots.append(slot)
         self.sizes.append(nbytes)
 
-    def end(self, address: int) -> None:
-        slot, nbytes = self.live.pop(address)
+    def end(self, slot: int, nbytes: int) -> None:
         self.spare.append(slot)
         self.slots.append(~slot)
         self.sizes.append(nbytes)
@@ -162,18 +161,20 @@ def program(trace: Trace) -> Program:
                 allocated += 1
             case "free":
                 if address in blocks.live:
-                    blocks.end(address)
+                    blocks.end(*blocks.live.pop(address))
                 else:
                     ignored += 1
             case "mark":
                 marks[address] = allocated
             case "reset":
-                since = marks.get(address, 0)
+                since = marks.get(address, 0) if address else 0
                 while blocks.live:
-                    newest = next(reversed(blocks.live))
+                    # (What reversed() returns walks over all that was ended: that is quadratic.)
+                    newest, block = blocks.live.popitem()
                     if serials[newest] < since:
+                        blocks.live[newest] = block
                         break
-                    blocks.end(newest)
+                    blocks.end(*block)
     if not allocated:
         raise no_allocation(trace, "replay")
     return Program(
