@@ -158,7 +158,7 @@ class Adapter:
 
     def remaining(self) -> int | None:
         """Return the number of free bytes, or None if the allocator does not say."""
-        found = getattr(self.allocator, "remaining", None)
+        found: Any = getattr(self.allocator, "remaining", None)
         found = found() if callable(found) else found
         try:
             return operator.index(found)

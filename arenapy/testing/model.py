@@ -390,9 +390,13 @@ class AllocatorModel(RuleBasedStateMachine):
         for offset, length in windows(known.nbytes):
             self.call(self.write, known.block, offset, bytes([known.fill]) * length)
 
+    def checks_contents(self) -> bool:
+        """Whether blocks may be read, also those of zeros."""
+        return self.read is not None and self.write is not None
+
     def contents_survive(self) -> None:
         """Every block reads as it was written."""
-        if self.read is None or self.write is None:
+        if not self.checks_contents():
             return
         for serial, known in self.live.items():
             for offset, length in windows(known.nbytes):

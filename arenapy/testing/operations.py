@@ -34,11 +34,16 @@ class OneOf:
 
     Examples
     --------
-    >>> from arenapy.testing import AllocatorMachine, OneOf, operation
-    >>> class Mine(AllocatorMachine):
-    ...     @operation(when="live", known=OneOf("live"))
-    ...     def wipe(self, known):
-    ...         self.write(known.block, 0, known.nbytes)
+    >>> from arenapy.testing import OneOf, PoolMachine, operation
+    >>> from arenapy.testing.attack import attack
+    >>> class Wiping(PoolMachine):
+    ...     @operation("live", which=OneOf("live"))
+    ...     def wipe(self, which):
+    ...         serial, known = self.pick_live(which)
+    ...         known.fill = 0
+    ...         self.fill(known)
+    >>> attack(Wiping, examples=5).failing is None
+    True
     """
 
     name: str
@@ -120,13 +125,19 @@ def operation(
     Examples
     --------
     >>> from hypothesis import strategies as st
-    >>> from arenapy.testing import BumpMachine, OneOf, operation
-    >>> class Growing(BumpMachine):
-    ...     @operation("live", which=OneOf("live"), more=st.integers(0, 100))
-    ...     def grow(self, which, more):
-    ...         serial, known = self.pick_live(which)
-    ...         self.live.pop(serial)
-    ...         self.admit(self.state.grow(known.block, known.nbytes + more), known.nbytes + more)
+    >>> from arenapy.testing import PoolMachine, operation
+    >>> from arenapy.testing.attack import attack
+    >>> class Many(PoolMachine):
+    ...     @operation(sizes=st.lists(st.integers(0, 100), max_size=3))
+    ...     def allocate_many(self, sizes):
+    ...         try:
+    ...             blocks = self.call(self.state.alloc_many, sizes)
+    ...         except self.refusals:
+    ...             return
+    ...         for block, nbytes in zip(blocks, sizes):
+    ...             self.admit(block, nbytes)
+    >>> attack(Many, examples=5).failing is None
+    True
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -279,22 +279,28 @@ def _simpler_step(
 
 def _simpler(arguments: dict[str, Any], least: int) -> Iterator[dict[str, Any]]:
     """Arguments with one value simpler. Others than those of these names have limits of their own,
-    which a simpler value may break.
+    which a simpler value may break. Steps of a user's own may have other things by these names.
     """
     for name, value in arguments.items():
-        if name == "nbytes":
-            yield from ({**arguments, name: one} for one in _sizes(value, least))
-        elif name == "align":
-            yield from ({**arguments, name: one} for one in _aligns(value))
-        elif name == "which" and value:
-            yield {**arguments, name: 0}
-        elif name == "requests":
-            for at, (nbytes, align) in enumerate(value):
-                yield {**arguments, name: value[:at] + value[at + 1 :]}
-                others = [[one, align] for one in _sizes(nbytes, least)]
-                others += [[nbytes, one] for one in _aligns(align)]
-                for one in others:
-                    yield {**arguments, name: [*value[:at], one, *value[at + 1 :]]}
+        match name, value:
+            case "nbytes", int():
+                yield from ({**arguments, name: one} for one in _sizes(value, least))
+            case "align", int():
+                yield from ({**arguments, name: one} for one in _aligns(value))
+            case "which", int() if value:
+                yield {**arguments, name: 0}
+            case "requests", list():
+                for at, request in enumerate(value):
+                    yield {**arguments, name: value[:at] + value[at + 1 :]}
+                    for one in _requests(request, least):
+                        yield {**arguments, name: [*value[:at], one, *value[at + 1 :]]}
+
+
+def _requests(request: Any, least: int) -> Iterator[list[Any]]:
+    match request:
+        case [int(nbytes), int() | None as align]:
+            yield from ([one, align] for one in _sizes(nbytes, least))
+            yield from ([nbytes, one] for one in _aligns(align))
 
 
 def _sizes(nbytes: int, least: int) -> list[int]:

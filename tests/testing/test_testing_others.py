@@ -1,6 +1,7 @@
 """Allocators that are not arenapy's under `AllocatorMachine`: what ten lines a piece attack."""
 
 import ctypes
+import itertools
 import mmap
 import sys
 from multiprocessing.shared_memory import SharedMemory
@@ -10,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from arenapy.testing import AllocatorMachine, TwoThreadMachine, sizes
+from arenapy.testing import AllocatorMachine, TwoThreadMachine, operation, sizes
+from arenapy.testing.attack import attack
 
 SYSTEM_CALLS = settings(max_examples=20, stateful_step_count=20)  # each block is one
 
@@ -128,3 +130,47 @@ def test_arrow(name, base):
     machine = type("Arrow", (base,), {"pool": getattr(pyarrow, f"{name}_memory_pool")()})
     run_state_machine_as_test(machine, settings=settings(max_examples=12))
     assert machine.tally.steps > 100 and machine.tally.found_at is None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("name", ["nbytes", "align", "which", "requests"])
+def test_arguments_of_a_step_of_one_s_own_may_have_any_names(name):
+    """Also names that the machine's own steps have, for other things."""
+
+    class Own(MmapMachine):
+        @operation(**{name: JSON})
+        def own(self, **values):
+            assert len(repr(values[name])) < 8, "a value of its own"
+
+    found = attack(Own, examples=60)
+    assert any("a value of its own" in str(one) for one in found.findings.values())
+
+
+def test_memory_that_may_not_be_touched():
+    """Nothing is written there, and nothing read, zeros neither."""
+
+    class Untouched(Unaligned):
+        write = bad_request = None
+
+        def make(self):
+            return itertools.count(1)
+
+        def allocate(self, state, nbytes, align):
+            return next(state) << 40
+
+        def address(self, block):
+            return block
+
+        def zeroed(self, state, nbytes):
+            return self.allocate(state, nbytes, None)
+
+        def read(self, block, offset, nbytes):
+            raise AssertionError("it was read")
+
+    assert attack(Untouched, examples=20).failing is None
