@@ -73,4 +73,5 @@ class PerThread(Generic[A]):
 
     def __repr__(self) -> str:
         """Say what this thread has."""
-        return f"<PerThread {getattr(self._local, 'allocator', 'not made in this thread yet')!r}>"
+        made = getattr(self._local, "allocator", None)
+        return f"<PerThread {'not made in this thread yet' if made is None else repr(made)}>"
