@@ -194,7 +194,7 @@ cdef object stream_named = None      # (device, handle) -> what the handle names
 cdef dict most_reserved = {}  # by ordinal: the peak of the Pool's reserved bytes
 cdef dict refusals = {}      # by ordinal: requests that did not fit
 adding = threading.Lock()    # held while a route is added
-cdef object telling = []     # whose critical section guards `told`: no code of Python's runs in it
+cdef object telling = []     # whose critical section guards these: no code of Python's runs in it
 
 
 cdef inline uint64_t first_place(int device, void* stream) noexcept nogil:
@@ -278,7 +278,8 @@ cdef void* general_alloc(
     except BaseException as error:
         out_of_memory[0] = isinstance(error, MemoryError)
         if out_of_memory[0]:
-            refusals[device] = refusals.get(device, 0) + 1
+            with cython.critical_section(telling):
+                refusals[device] = refusals.get(device, 0) + 1
         text = (str(error) or repr(error)).encode(errors="replace")
         message[0] = <char*>malloc(len(text) + 1)
         if message[0] != NULL:
@@ -317,8 +318,9 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
 
 cdef int note_reserved(int device, Pool pool) except -1:
     cdef size_t now = pool.core.reserved_pages << PAGE_BITS
-    if now > <size_t>most_reserved.get(device, 0):
-        most_reserved[device] = now
+    with cython.critical_section(telling):
+        if now > <size_t>most_reserved.get(device, 0):
+            most_reserved[device] = now
     return 0
 
 
