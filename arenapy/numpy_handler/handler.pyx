@@ -258,6 +258,7 @@ cdef void* alloc_at_once(Handler* h, size_t n) noexcept nogil:
 cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
     cdef size_t size
     cdef void* moved = NULL
+    cdef bint exact                          # has no more than was asked for
     if block == NULL:
         return general_alloc(h, n)
     size = (<PoolCore>h.core).size_at(<char*>block)
@@ -267,11 +268,12 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
         permit(<PoolCore>h.core, <uintptr_t>block, size)
         if size >= n > size // 2:
             forbid(<PoolCore>h.core, <uintptr_t>block + n, <uintptr_t>block + size)
+    exact = size == 0 or size > LARGE        # libc's, or rounded to the next 2 MiB
     if size == 0:
         size = header_of(block).nbytes
     if size >= n > size // 2:
         return block
-    if n > size > LARGE:                     # else one that grows byte by byte is always copied
+    if n > size and exact:                   # else one that grows byte by byte is always copied
         moved = alloc_at_once(h, n + n // 8)
     if moved == NULL:
         moved = alloc_at_once(h, n)

@@ -556,6 +556,20 @@ def test_an_error_of_the_source_is_raised_after_numpy_is_done():
     assert source.calls == 3 and memory.stats().system_allocations >= 2
 
 
+@pytest.mark.parametrize("step", [100, 4000, 100_000])
+def test_an_array_that_grows_in_a_full_pool_is_seldom_moved(step):
+    """Each move copies all of it: one for each step would take quadratic time."""
+    memory, steps = numpy_memory(Pool(mmap.PAGESIZE)), 1000
+    with memory:
+        array = np.zeros(step, "u1")
+        for i in range(2, steps + 1):
+            array.resize(i * step, refcheck=False)
+            array[-step:] = i & 127
+    assert all((array[i * step : (i + 1) * step] == i + 1 & 127).all() for i in range(1, steps))
+    assert memory.stats().system_bytes < 20 * array.nbytes
+
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("error", [SystemExit, TimeoutError, KeyboardInterrupt, MemoryError])
 def test_what_a_signals_handler_raises_during_growth_is_not_lost(policy, error):
