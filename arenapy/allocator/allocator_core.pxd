@@ -88,6 +88,41 @@ cdef class AllocatorCore(MemoryOwner):
 cdef int check_alike(AllocatorCore c, tuple regions, Region region) except -1
 
 
+# Blocks that were freed here, and that other processes may still see; linked by next. The kernel is
+# asked about each one, and walks all leases of the region each time. So a request that could also
+# be served in another way asks about the first ones only, until LEASES_ASKED in a row are seen.
+
+cdef extern from *:
+    """
+    enum { LEASES_ASKED = 8 };
+    #define ALL_LEASES PY_SSIZE_T_MAX
+    """
+    Py_ssize_t LEASES_ASKED, ALL_LEASES
+
+cdef struct Leased:
+    Hold* first
+    Hold* last
+    Py_ssize_t n
+
+
+cdef inline void add_leased(Leased* leased, Hold* hold) noexcept nogil:
+    hold.next = NULL
+    if leased.first == NULL:
+        leased.first = hold
+    else:
+        leased.last.next = hold
+    leased.last = hold
+    leased.n += 1
+
+
+cdef inline Hold* take_leased(Leased* leased) noexcept nogil:
+    cdef Hold* hold = leased.first
+    if hold != NULL:
+        leased.first = hold.next
+        leased.n -= 1
+    return hold
+
+
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:
     if hold.prev != NULL:
         hold.prev.next = hold.next

@@ -61,7 +61,7 @@ from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_FREE, EVENT_KEEP
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport (
-    AllocatorCore, forbid, forbid_new, link_hold, permit, record, unlink_hold,
+    LEASES_ASKED, AllocatorCore, forbid, forbid_new, link_hold, permit, record, unlink_hold,
 )
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport this_thread
@@ -285,10 +285,6 @@ seal(Arena)
 
 
 # ---- core ---------------------------------------------------------------------------
-
-cdef enum:
-    LEASES_ASKED = 8         # ranges that a reset asks the kernel about: a call for each
-
 
 @cython.final
 @cython.no_gc_clear
@@ -527,7 +523,7 @@ cdef class BumpCore(Arena):
         extents_insert(&self.free, self.cursor, self.limit, here)
         found = extents_fit(&self.free, size, align)
         if found == NULL and self.leased != NULL:
-            self.settle_leases(-1)
+            self.settle_leases(LEASES_ASKED)
             found = extents_fit(&self.free, size, align)
         if found == NULL:
             self.continue_at(self.cursor, here)

@@ -32,6 +32,7 @@ cdef void children_lock() noexcept nogil
 cdef void children_unlock(bint child) noexcept nogil
 
 # Does a child that has not ended see bytes of [start, end)? Then a part of them is in at, stop.
+# The child is asked once after each call of children_ask.
 cdef bint children_see(
     Seen** seens, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
 # The number of the last fork whose child was to see memory.

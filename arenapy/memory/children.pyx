@@ -240,7 +240,7 @@ cdef bint children_see(
     while link[0] != NULL and not found:
         i = first_above(link[0], start)
         meets = i < link[0].n and link[0].spans[i].start < end
-        if link[0].child.over or (meets and ended(link[0].child)):
+        if link[0].child.over or (meets and ended_by_now(link[0].child)):
             drop(link)
         elif meets:
             at[0], stop[0] = max(start, link[0].spans[i].start), min(end, link[0].spans[i].end)

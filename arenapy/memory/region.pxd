@@ -65,7 +65,11 @@ cdef class Region(MemoryOwner):
     cdef void detach(self, bint streams) noexcept
     # The file, with an open file description of its own.
     cdef Descriptor reopened(self)
+    # Does another process still see bytes of [start, end)? 1, with a part in at, stop. The second
+    # one goes by what the last call of children_ask found of forked children.
     cdef int leases(
+        self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
+    cdef int leases_by_now(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop) noexcept nogil
     # Raise ValueError if it is closed, or spent; also if no allocator can take it.
     cdef int check_usable(self) except -1

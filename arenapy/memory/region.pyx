@@ -643,7 +643,12 @@ cdef class Region(MemoryOwner):
     cdef int leases(
         self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop
     ) noexcept nogil:
-        """Does another process still see bytes of [start, end)? 1, with a part in at, stop."""
+        children_ask()
+        return self.leases_by_now(start, end, at, stop)
+
+    cdef int leases_by_now(
+        self, uintptr_t start, uintptr_t end, uintptr_t* at, uintptr_t* stop
+    ) noexcept nogil:
         cdef long long first = 0, n = 0
         cdef long long base = <long long>(start - <uintptr_t>self.ptr) + self.file_offset
         cdef int found

@@ -106,7 +106,7 @@ def listing(PoolCore c not None):
         c.lock_all()
         collect(c, &blocks)
         for i in range(2):
-            hold = c.aside if i else c.leased_blocks
+            hold = c.aside if i else c.leased.first
             while hold != NULL:
                 add(&held, hold.start - c.descriptors[id_of(hold.tag)].skew, 0, 0, PENDING)
                 hold = hold.next

@@ -4,6 +4,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport arenapy_spin, arenapy_spin_acquire, arenapy_spin_release, likely
+from arenapy.allocator.allocator_core cimport Leased
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport cache_free_at, cache_alloc, give, take
 from arenapy.pool.thread_cache cimport Asked, Entry, ThreadCaches
@@ -77,7 +78,7 @@ cdef class PoolCore(ThreadCaches):
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples
     cdef uint32_t latest     # tick in one of them; under heap_lock
-    cdef Hold* leased_blocks         # freed, seen by other processes only; by next; under heap_lock
+    cdef Leased leased               # under heap_lock
     cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
     cdef uint64_t pending_blocks[N_CLASSES]
@@ -104,8 +105,8 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t size_of(self, uint64_t block_id) noexcept nogil
     cdef bint claim(self, uint64_t block_id) noexcept nogil
     cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil
-    cdef void add_leased(self, Hold* hold) noexcept nogil
-    cdef void reclaim_leases(self) noexcept nogil
+    # Free what other processes have let go of, until `most` in a row are seen. False: nothing.
+    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil
     # `timed`: take note of the time. The last tick that is `timed` seconds ago; False: none is.

@@ -24,11 +24,13 @@ from arenapy.pool.page_heap cimport (
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
-from arenapy.allocator.allocator_core cimport AllocatorCore, link_hold, record, unlink_hold
+from arenapy.allocator.allocator_core cimport (
+    LEASES_ASKED, AllocatorCore, add_leased, link_hold, record, take_leased, unlink_hold,
+)
 from arenapy.base.sealed cimport seal
 from arenapy.base.thread_slot cimport RANK_STREAMS, this_thread
 from arenapy.base.sizes cimport MAX_BYTES, N_CLASSES, N_EXACT, N_SMALL, N_STEPS, class_of
-from arenapy.memory.children cimport Seen, seen_add
+from arenapy.memory.children cimport Seen, children_ask, seen_add
 
 
 cdef extern from *:
@@ -63,12 +65,9 @@ cdef class PoolCore(ThreadCaches):
         self.set_fast_path_off(True)
 
     def __dealloc__(self):
-        cdef Hold* hold
         self.finish()
-        while self.leased_blocks != NULL:
-            hold = self.leased_blocks
-            self.leased_blocks = hold.next
-            free(hold)
+        while self.leased.n:
+            free(take_leased(&self.leased))
 
     cdef void ready(self) noexcept nogil:
         """Allocate from now on."""
@@ -90,8 +89,7 @@ cdef class PoolCore(ThreadCaches):
         if self.shut or n > MAX_BYTES:
             return NULL
         ptr = self.heap_alloc(n, align, miss, block_id)
-        if ptr == NULL and self.leased_blocks != NULL:   # others may have let go meanwhile
-            self.reclaim_leases()
+        if ptr == NULL and self.leased.n and self.reclaim_leases(LEASES_ASKED):
             ptr = self.heap_alloc(n, align, miss, block_id)
         if ptr != NULL:
             self.handed_out(ptr, n, block_id[0])
@@ -120,11 +118,15 @@ cdef class PoolCore(ThreadCaches):
         record(self, EVENT_FREE, ptr, 0)
         if self.debug:
             self.leaving(ptr)
+        if self.may_lease:
+            children_ask()
         if self.may_lease and leased(self, ptr, block_id):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
                 hold.start, hold.tag = <uintptr_t>ptr, block_id
-                self.add_leased(hold)
+                arenapy_spin_acquire(&self.heap_lock)
+                add_leased(&self.leased, hold)
+                arenapy_spin_release(&self.heap_lock)
         else:
             self.free_claimed(ptr, block_id)
         if self.timed >= 0:
@@ -163,28 +165,30 @@ cdef class PoolCore(ThreadCaches):
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
-    cdef void add_leased(self, Hold* hold) noexcept nogil:
-        arenapy_spin_acquire(&self.heap_lock)
-        hold.next = self.leased_blocks
-        self.leased_blocks = hold
-        arenapy_spin_release(&self.heap_lock)
-
-    cdef void reclaim_leases(self) noexcept nogil:
-        """Free what other processes have let go of."""
+    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
+        cdef Py_ssize_t left = self.leased.n # a glance: nobody asks about one twice
+        cdef Py_ssize_t seen = 0
+        cdef bint freed = False
         cdef Hold* hold
-        cdef Hold* next
-        arenapy_spin_acquire(&self.heap_lock)
-        hold = self.leased_blocks
-        self.leased_blocks = NULL
-        arenapy_spin_release(&self.heap_lock)
-        while hold != NULL:
-            next = hold.next
+        children_ask()
+        while left > 0 and seen < most:
+            arenapy_spin_acquire(&self.heap_lock)
+            hold = take_leased(&self.leased)
+            arenapy_spin_release(&self.heap_lock)
+            if hold == NULL:
+                break
             if not self.shut and leased(self, <char*>hold.start, hold.tag):
-                self.add_leased(hold)
+                arenapy_spin_acquire(&self.heap_lock)
+                add_leased(&self.leased, hold)
+                arenapy_spin_release(&self.heap_lock)
+                seen += 1
             else:
                 self.free_claimed(<char*>hold.start, hold.tag)
                 free(hold)
-            hold = next
+                freed = True
+                seen = 0
+            left -= 1
+        return freed
 
     cdef bint defer_free(self, Hold* hold) noexcept nogil:
         if not self.set_aside(hold):
@@ -570,9 +574,10 @@ cdef bint is_fast_path_off(PoolCore c) noexcept nogil:
 
 
 cdef bint leased(PoolCore c, char* ptr, uint64_t block_id) noexcept nogil:
+    # After `children_ask`.
     cdef uintptr_t start = <uintptr_t>ptr
     cdef uintptr_t at, stop
-    return (<Region>c.segments[named(c, block_id).segment].region).leases(
+    return (<Region>c.segments[named(c, block_id).segment].region).leases_by_now(
         start, start + c.size_of(block_id), &at, &stop) != 0
 
 

@@ -14,7 +14,7 @@ from time import monotonic, perf_counter
 from arenapy.allocator.allocator cimport (
     Allocator, begun, check_growth, check_source, complete, grown_in_c, moved,
 )
-from arenapy.allocator.allocator_core cimport permit
+from arenapy.allocator.allocator_core cimport ALL_LEASES, LEASES_ASKED, permit
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
@@ -645,7 +645,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         cdef size_t idle, freed
         c.open_check()
         c.settle_sends()                     # if there are leases
-        c.reclaim_leases()
+        c.reclaim_leases(ALL_LEASES)
         if self.streams is not None:
             self.streams.give_back_all(False, 0)
             self.streams.settle_gone(None)
@@ -759,6 +759,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 break
             most -= min(most, freed)
             wished = pages
+        if c.reclaim_leases(ALL_LEASES):     # others may have let go meanwhile
+            return False
         # Another thread has given the only region back meanwhile, or has room in it again.
         if (self.memory.only and others and round < MOST_TURNS
                 and pages << PAGE_BITS <= self.memory.only
@@ -834,7 +836,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 if got == 0:                 # others may have let go; and once it is merged,
                     if c.may_lease:          # what is free may do
                         c.settle_sends()
-                        c.reclaim_leases()
+                        c.reclaim_leases(LEASES_ASKED)
                     c.flush_all(True)
                     got = batch.take(c, False)
                 if got == 0 and (
@@ -884,7 +886,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         # As stats(), without the import of the dataclasses.
         if self.core.may_lease:
             self.core.settle_sends()
-        self.core.reclaim_leases()
+        self.core.reclaim_leases(ALL_LEASES)
         self.core.settle_streams(False)
         if self.streams is not None:
             self.streams.settle_graphs(False)

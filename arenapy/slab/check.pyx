@@ -116,7 +116,7 @@ def listing(SlabCore c not None):
         if pending != NULL:
             done = copy_parts(c, found)
             for k in range(2):
-                hold = c.aside if k else c.leased_items
+                hold = c.aside if k else c.leased.first
                 while hold != NULL and n < c.n_pending:
                     pending[n] = <uintptr_t>(
                         c.parts[hold.tag >> 32].base + <uint32_t>hold.tag * c.stride)
@@ -235,7 +235,7 @@ cdef void check_all(SlabCore c, uint64_t** seen, Fault* f) noexcept nogil:
         if s != NULL and f.why == NULL:
             free_items += check_stack(c, s, seen, f)
     for k in range(2):
-        hold = c.aside if k else c.leased_items
+        hold = c.aside if k else c.leased.first
         while hold != NULL:
             pending += 1
             hold = hold.next

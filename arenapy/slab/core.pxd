@@ -9,7 +9,7 @@ from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_spin
 from arenapy.base.biased_lock cimport BiasedLock
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport AllocatorCore
+from arenapy.allocator.allocator_core cimport AllocatorCore, Leased
 from arenapy.linux.reserved_space cimport ReservedArray
 from arenapy.base.thread_slot cimport N_SLOTS
 
@@ -200,7 +200,7 @@ cdef struct SlabFigures:
 cdef class SlabCore(Items):
     cdef uint64_t claimed    # atomic: items that are neither live nor in a stack, pending ones too
     cdef uint64_t n_pending  # under the depot's lock, as is:
-    cdef Hold* leased_items  # freed items that only other processes see; linked by next
+    cdef Leased leased
     cdef Hold* aside         # items that streams are at work on
 
     cdef void ready(self) noexcept nogil
@@ -210,7 +210,8 @@ cdef class SlabCore(Items):
     cdef bint free_block(self, uint64_t name) noexcept nogil
     # Items for n Buffers, or for none of them.
     cdef bint alloc_blocks(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
-    cdef void reclaim_leases(self) noexcept nogil
+    # Free what other processes have let go of, until `most` in a row are seen. False: nothing.
+    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil
     cdef SlabFigures figures(self) noexcept nogil
     cdef uint64_t exchange_peak(self, uint64_t peak) noexcept nogil
     # internal

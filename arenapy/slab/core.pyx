@@ -26,7 +26,8 @@ from arenapy.base.biased_lock cimport (
 from arenapy.base.sanitizer cimport POISON_UNIT, POISONS
 from arenapy.memory.region cimport Region
 from arenapy.allocator.allocator_core cimport (
-    AllocatorCore, forbid_new, link_hold, record, unlink_hold,
+    LEASES_ASKED, AllocatorCore, add_leased, forbid_new, link_hold, record, take_leased,
+    unlink_hold,
 )
 from arenapy.base.sealed cimport seal
 from arenapy.slab.hot_path cimport cache_free, forbid_from, pop, push, push_at, stow
@@ -34,7 +35,7 @@ from arenapy.base.thread_slot cimport (
     N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
 )
 from arenapy.slab.core cimport Group, item_is_live, name_is_valid, nth_group, stack_is_valid
-from arenapy.memory.children cimport Seen, seen_add
+from arenapy.memory.children cimport Seen, children_ask, seen_add
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, array_grow, array_open
 
 
@@ -546,12 +547,9 @@ cdef class SlabCore(Items):
         self.set_fast_path_off(True)
 
     def __dealloc__(self):
-        cdef Hold* hold
         self.finish()
-        while self.leased_items != NULL:
-            hold = self.leased_items
-            self.leased_items = hold.next
-            free(hold)
+        while self.leased.n:
+            free(take_leased(&self.leased))
 
     cdef void ready(self) noexcept nogil:
         """There is a first region."""
@@ -573,8 +571,7 @@ cdef class SlabCore(Items):
         if self.shut:
             return NULL
         ptr = self.heap_alloc(name)
-        if ptr == NULL and self.leased_items != NULL:
-            self.reclaim_leases()
+        if ptr == NULL and self.leased.n and self.reclaim_leases(LEASES_ASKED):
             ptr = self.heap_alloc(name)
         if ptr != NULL:
             if POISONS:
@@ -608,13 +605,14 @@ cdef class SlabCore(Items):
         record(self, EVENT_FREE, at, 0)
         if self.debug:
             self.leaving(at)
+        if self.may_lease:
+            children_ask()
         if self.may_lease and self.still_leased(name):
             hold = <Hold*>malloc(sizeof(Hold))
             if hold != NULL:                 # without this record it is never free again
                 hold.tag = name
                 biased_acquire(&self.depot.lock)
-                hold.next = self.leased_items
-                self.leased_items = hold
+                add_leased(&self.leased, hold)
                 self.n_pending += 1
                 biased_release(&self.depot.lock)
             return True
@@ -669,33 +667,39 @@ cdef class SlabCore(Items):
         biased_release(&s.lock)
 
     cdef bint still_leased(self, uint64_t name) noexcept nogil:
+        """After `children_ask`."""
         cdef uintptr_t start = <uintptr_t>address_of(self, name)
         cdef uintptr_t at, stop
-        return (<Region>self.parts[name >> 32].region).leases(
+        return (<Region>self.parts[name >> 32].region).leases_by_now(
             start, start + self.stride, &at, &stop) != 0
 
-    cdef void reclaim_leases(self) noexcept nogil:
-        """Free what other processes have let go of."""
+    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
+        cdef Py_ssize_t left = self.leased.n # a glance: nobody asks about one twice
+        cdef Py_ssize_t seen = 0
+        cdef bint freed = False
         cdef Hold* hold
-        cdef Hold* next
-        biased_acquire(&self.depot.lock)
-        hold = self.leased_items
-        self.leased_items = NULL
-        biased_release(&self.depot.lock)
-        while hold != NULL:
-            next = hold.next
+        children_ask()
+        while left > 0 and seen < most:
+            biased_acquire(&self.depot.lock)
+            hold = take_leased(&self.leased)
+            biased_release(&self.depot.lock)
+            if hold == NULL:
+                break
             if not self.shut and self.still_leased(hold.tag):
                 biased_acquire(&self.depot.lock)
-                hold.next = self.leased_items
-                self.leased_items = hold
+                add_leased(&self.leased, hold)
                 biased_release(&self.depot.lock)
+                seen += 1
             else:
                 biased_acquire(&self.depot.lock)
                 self.n_pending -= 1
                 biased_release(&self.depot.lock)
                 self.free_claimed(hold.tag)
                 free(hold)
-            hold = next
+                freed = True
+                seen = 0
+            left -= 1
+        return freed
 
     # -- as the owner of Buffers
 

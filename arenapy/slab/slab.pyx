@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from arenapy.allocator.allocator cimport (
     Allocator, aligned_region, check_source, complete, grown_in_c,
 )
+from arenapy.allocator.allocator_core cimport ALL_LEASES
 from arenapy.base.sizes cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -330,7 +331,6 @@ cdef class Slab(Allocator):
         c.open_check()
         if c.may_lease:
             c.settle_sends()
-            c.reclaim_leases()
         # Before others have to wait for this thread: a stream may be asked by code of the user.
         if c.settle_streams(NEEDED) or (
                 wanted > c.idle() + self.most - c.items
@@ -348,6 +348,8 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
+                if c.reclaim_leases(ALL_LEASES):
+                    return 0
                 raise OutOfMemory(self._full(wanted, "it has reached its limit"))
             known = c.items
             items = min(known, self.most - known)
@@ -357,7 +359,8 @@ cdef class Slab(Allocator):
                 except MemoryError as e:
                     error = e
                 if region is None and items == 1:
-                    if c.settle_streams(missing(c, wanted)) or c.idle() >= wanted:
+                    if (c.settle_streams(missing(c, wanted)) or c.reclaim_leases(ALL_LEASES)
+                            or c.idle() >= wanted):
                         return 0
                     raise OutOfMemory(self._full(
                         wanted, f"its source has no more ({reason_of(error)})")) from error
@@ -403,7 +406,7 @@ cdef class Slab(Allocator):
         c.open_check()
         if c.may_lease:
             c.settle_sends()
-        c.reclaim_leases()
+        c.reclaim_leases(ALL_LEASES)
         c.settle_streams(False)
         for region in c.listed()[:0:-1]:
             if c.remove_part(<Region>region):
@@ -461,8 +464,7 @@ cdef class Slab(Allocator):
         cdef SlabFigures f
         if c.may_lease:
             c.settle_sends()
-        if c.leased_items != NULL:
-            c.reclaim_leases()
+        c.reclaim_leases(ALL_LEASES)
         c.settle_streams(False)
         f = c.figures()
         return SlabStats(
