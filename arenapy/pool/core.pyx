@@ -166,7 +166,7 @@ cdef class PoolCore(ThreadCaches):
         biased_release(&f.lock)
 
     cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
-        cdef Py_ssize_t left = self.leased.n # a glance: nobody asks about one twice
+        cdef Py_ssize_t left = self.leased.n     # a glance: nobody asks about one twice
         cdef Py_ssize_t seen = 0
         cdef bint freed = False
         cdef Hold* hold

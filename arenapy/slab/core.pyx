@@ -674,7 +674,7 @@ cdef class SlabCore(Items):
             start, start + self.stride, &at, &stop) != 0
 
     cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
-        cdef Py_ssize_t left = self.leased.n # a glance: nobody asks about one twice
+        cdef Py_ssize_t left = self.leased.n     # a glance: nobody asks about one twice
         cdef Py_ssize_t seen = 0
         cdef bint freed = False
         cdef Hold* hold

@@ -290,4 +290,8 @@ def _read(report: str) -> Tally:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # The search is over, whatever the attacked code still has: threads to wait for, or timers.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code)

@@ -569,7 +569,6 @@ def test_an_array_that_grows_in_a_full_pool_is_seldom_moved(step):
     assert memory.stats().system_bytes < 20 * array.nbytes
 
 
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("error", [SystemExit, TimeoutError, KeyboardInterrupt, MemoryError])
 def test_what_a_signals_handler_raises_during_growth_is_not_lost(policy, error):

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -107,3 +108,13 @@ def helper():
 def bump_with_a_helper():
     helper()
     return bump()
+
+
+class Working:
+    """Has a thread that a process which ends would wait for."""
+
+    def __init__(self):
+        threading.Thread(target=threading.Event().wait).start()
+
+    def alloc(self, nbytes):
+        return bytearray(nbytes)

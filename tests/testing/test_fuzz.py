@@ -44,7 +44,12 @@ def fuzz(*arguments, **how):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["crashing:bump"], ["crashing:pool", "--threads", "2"], ["--library", "libc.so.6"]],
+    [
+        ["crashing:bump"],
+        ["crashing:Working"],
+        ["crashing:pool", "--threads", "2"],
+        ["--library", "libc.so.6"],
+    ],
 )
 @pytest.mark.sampled
 @pytest.mark.full

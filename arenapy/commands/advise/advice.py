@@ -131,7 +131,7 @@ def lines(
     program : str
         The words of the program, for the line to paste.
     seconds : float
-        The time that the replays were given.
+        The time that the replays had, or took.
     """
     setting = settings[advice.name]
     if advice.name == advice.baseline:
@@ -181,13 +181,13 @@ def _sure(advice: Advice, rounds: int, seconds: float) -> str:
         low, high = advice.ratio.lowest, advice.ratio.highest
         how = (
             f"probably: {one} took {low:.2f} to {high:.2f} {share} in {rounds} rounds, which are "
-            f"too few to be sure; give --seconds {2 * seconds:.0f}"
+            f"too few to be sure; give --seconds {max(2 * seconds, 1):.0f}"
         )
     else:
         how = f"{CONFIDENCE:.0%} sure, in {rounds} rounds: "
         how += f"{one} takes {low:.2f} to {high:.2f} {share}"
         if advice.word == "undecided":
-            how = f"undecided: {how}; give --seconds {4 * seconds:.0f}"
+            how = f"undecided: {how}; give --seconds {max(4 * seconds, 1):.0f}"
     if advice.as_good:
         how += f"; as fast, within {WORTH:.0%}: {', '.join(advice.as_good)}"
     return how

@@ -155,7 +155,7 @@ def advise(
         advice, replays.settings, replays.times, replays.held,
         steps=len(part) * repeat, live=int(part.live().max()),
         recorded=summary.seconds if len(part) == len(steps) else 0.0,
-        numpy=numpy, program=words, seconds=seconds,
+        numpy=numpy, program=words, seconds=max(seconds, replays.spent()),
     )  # fmt: skip
     return {
         "report": "arenapy advise",

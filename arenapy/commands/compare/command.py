@@ -311,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Failed as failed:
             print(printable_lines(f"arenapy compare: {failed}"), file=sys.stderr)
             return 1
+    spent = time.monotonic() - comparison.began
     runs, said = comparison.runs, verdict_on(comparison.runs, chance=comparison.chance)
     lines = [
         *sentences(runs, comparison.chance),
@@ -319,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs,
             said,
             shlex.join(run.program_words(options)),
-            options.seconds,
+            max(options.seconds, spent),  # a few rounds are made, however long they take
             run.pool_words(options),
             options.others,
         ),

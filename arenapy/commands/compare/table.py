@@ -241,7 +241,7 @@ def next_step(
     program : str
         The words of the program on a command line.
     seconds : float
-        The time for this comparison.
+        The time that this comparison had, or took.
     pool, others : sequence of str
         Its options for the pool, and the ways of ``--with``.
     """
