@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from arenapy.testing.faults import (
     varies,
     worst_first,
 )
+from arenapy.testing.operations import operations
 from arenapy.testing.steps import VERSION, Program
 from arenapy.testing.tally import NewKind, Tally
 
@@ -216,7 +217,12 @@ def _shrink(
 
     fails = fails_in_child if apart else fails_here
     if fails(finding.program):
-        finding.program = shrink(finding.program, fails, until, machine.smallest, clock)
+        fixed = {
+            name
+            for name in operations(machine)
+            if not getattr(machine, name).__module__.startswith("arenapy.testing.")
+        }
+        finding.program = shrink(finding.program, fails, until, machine.smallest, clock, fixed)
     else:
         finding.message += " (the same steps did not show it again)"
 
@@ -227,6 +233,7 @@ def shrink(
     until: float,
     least: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    fixed: Collection[str] = (),
 ) -> list[str]:
     """Leave out steps, then make the arguments of the rest smaller, as long as it fails.
 
@@ -242,6 +249,8 @@ def shrink(
         The smallest size to request.
     clock : callable
         Returns the time in seconds.
+    fixed : collection of str
+        Names of steps whose arguments stay: only its author knows which others a step may have.
 
     Returns
     -------
@@ -253,6 +262,8 @@ def shrink(
         left = until - clock()
         program = smaller(["", *program], left, lambda lines: fails(lines[1:]), clock)[1:]
         for index in range(len(program)):
+            if json.loads(program[index])["step"] in fixed:
+                continue
             while step := _simpler_step(program, index, least, fails, until, clock):
                 program = [*program[:index], step, *program[index + 1 :]]
     return program
@@ -278,33 +289,38 @@ def _simpler_step(
 
 
 def _simpler(arguments: dict[str, Any], least: int) -> Iterator[dict[str, Any]]:
-    """Arguments with one value simpler. Others than those of these names have limits of their own,
-    which a simpler value may break. Steps of a user's own may have other things by these names.
+    """Arguments with one value simpler: of the machine's own names, as others have limits that a
+    simpler value may break.
     """
     for name, value in arguments.items():
-        match name, value:
-            case "nbytes", int():
-                yield from ({**arguments, name: one} for one in _sizes(value, least))
-            case "align", int():
-                yield from ({**arguments, name: one} for one in _aligns(value))
-            case "which", int() if value:
-                yield {**arguments, name: 0}
-            case "requests", list():
+        if name == "align":
+            yield from ({**arguments, name: one} for one in _aligns(value))
+        elif name == "which" and value:
+            yield {**arguments, name: 0}
+        elif name == "nbytes":
+            yield from ({**arguments, name: one} for one in _sizes(value, least))
+        elif name == "requests":
+            others = [value[:at] + value[at + 1 :] for at in range(len(value))]
+            for change in _aligns_of, _sizes_of:
                 for at, request in enumerate(value):
-                    yield {**arguments, name: value[:at] + value[at + 1 :]}
-                    for one in _requests(request, least):
-                        yield {**arguments, name: [*value[:at], one, *value[at + 1 :]]}
+                    others += [
+                        [*value[:at], one, *value[at + 1 :]] for one in change(request, least)
+                    ]
+            yield from ({**arguments, name: one} for one in others)
 
 
-def _requests(request: Any, least: int) -> Iterator[list[Any]]:
-    match request:
-        case [int(nbytes), int() | None as align]:
-            yield from ([one, align] for one in _sizes(nbytes, least))
-            yield from ([nbytes, one] for one in _aligns(align))
+def _aligns_of(request: list[Any], least: int) -> list[list[Any]]:
+    return [[request[0], one] for one in _aligns(request[1])]
+
+
+def _sizes_of(request: list[Any], least: int) -> list[list[Any]]:
+    return [[one, request[1]] for one in _sizes(request[0], least)]
 
 
 def _sizes(nbytes: int, least: int) -> list[int]:
-    return [one for one in (least, 1, nbytes // 2, nbytes - 1) if least <= one < nbytes]
+    """Smaller sizes: the least ones, and others ever nearer, so that a few tries find a limit."""
+    nearer = [nbytes - (nbytes >> bit) for bit in range(1, max(nbytes, 0).bit_length() + 1)]
+    return [one for one in dict.fromkeys([least, 1, *nearer, nbytes - 1]) if least <= one < nbytes]
 
 
 def _aligns(align: int | None) -> list[int | None]:
