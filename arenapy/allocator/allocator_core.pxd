@@ -89,8 +89,10 @@ cdef int check_alike(AllocatorCore c, tuple regions, Region region) except -1
 
 
 # Blocks that were freed here, and that other processes may still see; linked by next. The kernel is
-# asked about each one, and walks all leases of the region each time. So a request that could also
-# be served in another way asks about the first ones only, until LEASES_ASKED in a row are seen.
+# asked about each one, and walks all leases of the region each time. So a request that finds no
+# memory asks about the first ones only, until LEASES_ASKED in a row are seen. An allocator asks
+# about all before it grows. If that freed less than a quarter of its memory, it first grows by as
+# much before it does so again.
 
 cdef extern from *:
     """
@@ -103,6 +105,7 @@ cdef struct Leased:
     Hold* first
     Hold* last
     Py_ssize_t n
+    size_t due               # how large the allocator is before all are asked about again
 
 
 cdef inline void add_leased(Leased* leased, Hold* hold) noexcept nogil:
@@ -121,6 +124,15 @@ cdef inline Hold* take_leased(Leased* leased) noexcept nogil:
         leased.first = hold.next
         leased.n -= 1
     return hold
+
+
+cdef inline bint all_leases_due(Leased* leased, size_t size) noexcept nogil:
+    return leased.n > 0 and size >= leased.due
+
+
+# They were asked about, which freed so much of that size.
+cdef inline void all_leases_asked(Leased* leased, size_t size, size_t freed) noexcept nogil:
+    leased.due = 0 if freed >= size // 4 else size + size // 4
 
 
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:

@@ -105,8 +105,8 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t size_of(self, uint64_t block_id) noexcept nogil
     cdef bint claim(self, uint64_t block_id) noexcept nogil
     cdef void free_claimed(self, char* ptr, uint64_t block_id) noexcept nogil
-    # Free what other processes have let go of, until `most` in a row are seen. False: nothing.
-    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil
+    # Free what other processes have let go of, until `most` in a row are seen; the bytes.
+    cdef size_t reclaim_leases(self, Py_ssize_t most) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil
     # `timed`: take note of the time. The last tick that is `timed` seconds ago; False: none is.

@@ -165,10 +165,10 @@ cdef class PoolCore(ThreadCaches):
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
-    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
+    cdef size_t reclaim_leases(self, Py_ssize_t most) noexcept nogil:
         cdef Py_ssize_t left = self.leased.n     # a glance: nobody asks about one twice
         cdef Py_ssize_t seen = 0
-        cdef bint freed = False
+        cdef size_t freed = 0
         cdef Hold* hold
         children_ask()
         while left > 0 and seen < most:
@@ -183,9 +183,9 @@ cdef class PoolCore(ThreadCaches):
                 arenapy_spin_release(&self.heap_lock)
                 seen += 1
             else:
+                freed += self.size_of(hold.tag)
                 self.free_claimed(<char*>hold.start, hold.tag)
                 free(hold)
-                freed = True
                 seen = 0
             left -= 1
         return freed

@@ -31,7 +31,7 @@ from arenapy.pool.core cimport Grower, PoolCore
 from arenapy.base.thread_slot cimport this_thread
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
-from arenapy.allocator.allocator_core cimport record
+from arenapy.allocator.allocator_core cimport LEASES_ASKED, record
 from arenapy.linux.populate cimport vm_populate
 from arenapy.linux.reserved_space cimport ReservedArray, array_close, vm_decommit
 
@@ -550,7 +550,7 @@ cdef class PoolMemory:
         """Pages that could be given back now, once everything is merged."""
         cdef PoolCore c = self.core
         cdef size_t pages
-        c.flush_all(True)
+        c.flush_all(True, NULL)
         c.lock_all()
         pages = c.idle_pages()
         c.unlock_all()
@@ -712,7 +712,10 @@ cdef class PoolMemory:
         cdef size_t pages
         if not c.stale_tick(seconds, &tick):
             return 0
-        c.flush_all(True)
+        if c.leased.n:                       # others may have let go, or will
+            c.reclaim_leases(LEASES_ASKED)
+            c.note_time()
+        c.flush_all(True, &tick)
         pages = c.stale_pages(tick)
         return self.trim(pages) if pages else 0
 

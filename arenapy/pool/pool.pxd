@@ -33,6 +33,7 @@ cdef class Pool(Allocator):
                             uint64_t* block_id) except NULL
     # Get memory for a request. False: none, but something was freed.
     cdef bint more(self, size_t n, size_t align, bint hooks, int round) except -1
+    cdef bint reclaim_all(self) noexcept
     cdef size_t growth(self) noexcept
     cdef str full(self, size_t n, bint read, str why)
     cdef int take_batch(self, BlockBatch batch) except -1

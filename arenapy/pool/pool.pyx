@@ -14,7 +14,9 @@ from time import monotonic, perf_counter
 from arenapy.allocator.allocator cimport (
     Allocator, begun, check_growth, check_source, complete, grown_in_c, moved,
 )
-from arenapy.allocator.allocator_core cimport ALL_LEASES, LEASES_ASKED, permit
+from arenapy.allocator.allocator_core cimport (
+    ALL_LEASES, LEASES_ASKED, all_leases_asked, all_leases_due, permit,
+)
 from arenapy.base.sizes cimport (
     HOST_ALIGN, MAX_ALIGN, MAX_BYTES, ROUND_CLASS, ROUND_LINES, ROUND_STEP, as_align, as_size,
     quick_size,
@@ -122,8 +124,8 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
     initial_bytes : int
         Bytes to reserve at the beginning, at least a page of 4 KiB.
     trim_after : float, optional
-        At each use of the pool, return memory that was not used for this many seconds. Infinity
-        means never.
+        At each allocation from Python code, return memory that was not used for this many seconds.
+        Infinity means never.
     on_oom : callable, optional
         ``on_oom(nbytes) -> bool`` is called when a request of `nbytes` cannot be served. If it
         frees something and returns True, the pool tries the request again.
@@ -574,7 +576,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if done or missing == 0:
                 break
             if attempt == 0:
-                c.flush_all(True)            # what is free there may be in a thread's cache
+                c.flush_all(True, NULL)            # what is free there may be in a thread's cache
             elif attempt == 1:
                 # Blocks at the end that grow one after another would make the pool grow without
                 # bound. So a block moves into idle memory, or as much of that is given back.
@@ -651,7 +653,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             self.streams.settle_gone(None)
             self.streams.settle_graphs(False)
         c.settle_streams(False)
-        c.flush_all(True)
+        c.flush_all(True, NULL)
         idle = c.figures().all.idle
         freed = self.memory.trim((idle - keep) >> PAGE_BITS) if idle > keep else 0
         return freed << PAGE_BITS
@@ -710,6 +712,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef bint more(self, size_t n, size_t align, bint hooks, int round) except -1:
         cdef PoolCore c = self.core
+        cdef bint asked = False              # about all leases
         # Each round asks about all blocks that are pending: so there should be few.
         cdef Py_ssize_t wait = 1 << min(max(round - FEW_ROUNDS, 0), 30)
         cdef StreamCaches streams = self.streams
@@ -724,6 +727,9 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             raise OutOfMemory(self.full(n, hooks, "no address space is that large"))
         if c.may_lease:
             c.settle_sends()
+            asked = all_leases_due(&c.leased, c.reserved_pages)
+            if asked and self.reclaim_all():
+                return False
         if (c.settle_streams(NEEDED)
                 or streams is not None and (streams.settle_graphs(NEEDED) or streams.reclaim())):
             return False
@@ -759,7 +765,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                 break
             most -= min(most, freed)
             wished = pages
-        if c.reclaim_leases(ALL_LEASES):     # others may have let go meanwhile
+        if not asked and self.reclaim_all():
             return False
         # Another thread has given the only region back meanwhile, or has room in it again.
         if (self.memory.only and others and round < MOST_TURNS
@@ -792,6 +798,13 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         raise OutOfMemory(self.full(
             n, hooks, f"a region for them needs {least << PAGE_BITS} bytes, which is more than "
             f"max_bytes (set it to {wished << PAGE_BITS} or more)"))
+
+    cdef bint reclaim_all(self) noexcept:
+        """Free all that other processes have let go of. False: that is nothing."""
+        cdef PoolCore c = self.core
+        cdef size_t freed = c.reclaim_leases(ALL_LEASES)
+        all_leases_asked(&c.leased, c.reserved_pages, freed >> PAGE_BITS)
+        return freed > 0
 
     cdef size_t growth(self) noexcept:
         """Pages that a pool takes at once, though a request wants fewer."""
@@ -837,7 +850,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
                     if c.may_lease:          # what is free may do
                         c.settle_sends()
                         c.reclaim_leases(LEASES_ASKED)
-                    c.flush_all(True)
+                    c.flush_all(True, NULL)
                     got = batch.take(c, False)
                 if got == 0 and (
                         arenapy_glance(&c.spare) >= STOCK or not c.more_descriptors(STOCK)):

@@ -167,7 +167,7 @@ cdef class ThreadCaches(Segments):
     cdef bint uncached_free_at(self, char* ptr) noexcept nogil
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil
     cdef bint others_keep_much(self) noexcept nogil
-    cdef void flush_all(self, bint others) noexcept nogil
+    cdef void flush_all(self, bint others, const uint32_t* until) noexcept nogil
     # Set the flag, and `quick` to match.
     cdef void set_fast_path_off(self, bint fast_path_off) noexcept nogil
     # The short ways, for a thread that does not own the lock of its cache. shared_alloc returns
@@ -191,6 +191,7 @@ cdef class ThreadCaches(Segments):
     cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil
-    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
-    cdef void flush_large(self, ThreadCache* f) noexcept nogil
+    cdef void flush_small(
+        self, ThreadCache* f, int s, uint32_t keep, uint32_t tick) noexcept nogil
+    cdef void flush_large(self, ThreadCache* f, const uint32_t* until) noexcept nogil
     cdef void heap_free(self, uint32_t id) noexcept nogil

@@ -294,7 +294,7 @@ cdef class ThreadCaches(Segments):
                 permit(self, <uintptr_t>ptr, n)
                 return ptr
             if attempt == 0:
-                self.flush_all(self.others_keep_much())
+                self.flush_all(self.others_keep_much(), NULL)
         return NULL
 
     cdef bint grow_block(
@@ -539,7 +539,7 @@ cdef class ThreadCaches(Segments):
                 arenapy_spin_acquire(&self.heap_lock)
                 if self.n_caches > 1:
                     self.add_up(f, d.size_class, False)
-                self.flush_small(f, s, self.steps[s].depth // 2)
+                self.flush_small(f, s, self.steps[s].depth // 2, f.tick)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
         return self.free_to_heap(f, d, ptr, block_id)
@@ -557,7 +557,7 @@ cdef class ThreadCaches(Segments):
         forbid_block(self, d, ptr)
         arenapy_spin_acquire(&self.heap_lock)
         if f.n_large == LARGE_MOST:
-            self.flush_large(f)
+            self.flush_large(f, NULL)
         elif self.n_caches > 1:
             self.add_up(f, d.size_class, False)
         self.heap_free(id_of(block_id))
@@ -602,13 +602,15 @@ cdef class ThreadCaches(Segments):
                     self.partial[d.step] = d.next
                 self.heap_free(id)
 
-    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
+    cdef void flush_small(
+        self, ThreadCache* f, int s, uint32_t keep, uint32_t tick
+    ) noexcept nogil:
         """Return the slots of a magazine to their spans, but for those freed last."""
         cdef Magazine* m = &f.small[s]
         cdef uint32_t n = m.n - keep
         if m.n <= keep:
             return
-        self.return_slots(&m.items[0], n, f.tick)
+        self.return_slots(&m.items[0], n, tick)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
         m.arrived -= n
@@ -698,24 +700,31 @@ cdef class ThreadCaches(Segments):
             self.totals[k].live += live
             self.totals[k].peak = max(self.totals[k].peak, self.totals[k].live + above)
 
-    cdef void flush_large(self, ThreadCache* f) noexcept nogil:
-        """Give all cached blocks to the heap, in the order in which they were freed."""
+    cdef void flush_large(self, ThreadCache* f, const uint32_t* until) noexcept nogil:
+        """Give cached blocks to the heap, in the order in which they were freed: all, or those that
+        were freed until that tick."""
         cdef uint32_t[LARGE_MOST] ids
-        cdef uint32_t n = 0, gap, i, j, id
+        cdef uint32_t n = 0, kept = 0, gap, i, j, id
+        cdef uint32_t* link
+        cdef Descriptor* d
         cdef int s
         # Now and then, or the peak would rise by all that the cache of a thread has ever freed.
         if self.n_caches > 1:
             self.add_up_own(f)
         for s in range(N_EXACT - N_SMALL):
-            if f.n_large == n:
+            if f.n_large == n + kept:
                 break
-            id = f.large[s]
-            while id:
-                ids[n] = id
-                n += 1
-                id = self.descriptors[id].next
-            f.large[s] = 0
-        f.n_large = 0
+            link = &f.large[s]
+            while link[0]:
+                d = &self.descriptors[link[0]]
+                if until != NULL and earlier(until[0], d.tick):
+                    kept += 1
+                    link = &d.next
+                else:
+                    ids[n] = link[0]
+                    n += 1
+                    link[0] = d.next
+        f.n_large = kept
         gap = n // 2                         # Shell's sort: oldest first
         while gap:
             for i in range(gap, n):
@@ -747,8 +756,11 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_release(&self.heap_lock)
         return taken - live > live // KEPT_SHARE + self.n_caches * <int64_t>KEPT_EACH
 
-    cdef void flush_all(self, bint others) noexcept nogil:
+    cdef void flush_all(self, bint others, const uint32_t* until) noexcept nogil:
         """Everything that is free goes to the heap and is merged there.
+
+        With `until`, blocks stay that were freed after that tick: merged memory is as old as the
+        part of it that was used last. When slots were freed is not known, so they count as old.
 
         If not `others`, what the caches of other threads have stays theirs: they are at work, would
         miss it at once, and their locks would be taken from them.
@@ -764,8 +776,8 @@ cdef class ThreadCaches(Segments):
             biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
-                self.flush_small(f, s, 0)
-            self.flush_large(f)
+                self.flush_small(f, s, 0, until[0] if until != NULL else f.tick)
+            self.flush_large(f, until)
             arenapy_spin_release(&self.heap_lock)
             biased_release(&f.lock)
         for s in range(N_SMALL if self.depots != NULL else 0):
@@ -774,7 +786,8 @@ cdef class ThreadCaches(Segments):
                 continue
             arenapy_spin_acquire(&depot.lock)
             arenapy_spin_acquire(&self.heap_lock)
-            self.return_slots(&depot.items[0], depot.n, self.cache.tick)
+            self.return_slots(
+                &depot.items[0], depot.n, until[0] if until != NULL else self.cache.tick)
             depot.n = 0
             arenapy_spin_release(&self.heap_lock)
             arenapy_spin_release(&depot.lock)

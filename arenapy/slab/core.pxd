@@ -210,8 +210,8 @@ cdef class SlabCore(Items):
     cdef bint free_block(self, uint64_t name) noexcept nogil
     # Items for n Buffers, or for none of them.
     cdef bint alloc_blocks(self, PyObject** buffers, Py_ssize_t n) noexcept nogil
-    # Free what other processes have let go of, until `most` in a row are seen. False: nothing.
-    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil
+    # Free what other processes have let go of, until `most` in a row are seen; the items.
+    cdef size_t reclaim_leases(self, Py_ssize_t most) noexcept nogil
     cdef SlabFigures figures(self) noexcept nogil
     cdef uint64_t exchange_peak(self, uint64_t peak) noexcept nogil
     # internal

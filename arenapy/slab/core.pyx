@@ -673,10 +673,10 @@ cdef class SlabCore(Items):
         return (<Region>self.parts[name >> 32].region).leases_by_now(
             start, start + self.stride, &at, &stop) != 0
 
-    cdef bint reclaim_leases(self, Py_ssize_t most) noexcept nogil:
+    cdef size_t reclaim_leases(self, Py_ssize_t most) noexcept nogil:
         cdef Py_ssize_t left = self.leased.n     # a glance: nobody asks about one twice
         cdef Py_ssize_t seen = 0
-        cdef bint freed = False
+        cdef size_t freed = 0
         cdef Hold* hold
         children_ask()
         while left > 0 and seen < most:
@@ -696,7 +696,7 @@ cdef class SlabCore(Items):
                 biased_release(&self.depot.lock)
                 self.free_claimed(hold.tag)
                 free(hold)
-                freed = True
+                freed += 1
                 seen = 0
             left -= 1
         return freed

@@ -21,6 +21,7 @@ cdef class Slab(Allocator):
     cdef char* source_alloc(self, size_t nbytes, uint64_t* name) except NULL
     # Get memory such that so many items are free, or some of them; or see another thread get it.
     cdef int more(self, uint64_t wanted) except -1
+    cdef bint reclaim_all(self) noexcept
     cdef Region region_for(self, uint64_t items)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from arenapy.allocator.allocator cimport (
     Allocator, aligned_region, check_source, complete, grown_in_c,
 )
-from arenapy.allocator.allocator_core cimport ALL_LEASES
+from arenapy.allocator.allocator_core cimport ALL_LEASES, all_leases_asked, all_leases_due
 from arenapy.base.sizes cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -331,6 +331,8 @@ cdef class Slab(Allocator):
         c.open_check()
         if c.may_lease:
             c.settle_sends()
+            if all_leases_due(&c.leased, c.items) and self.reclaim_all():
+                return 0
         # Before others have to wait for this thread: a stream may be asked by code of the user.
         if c.settle_streams(NEEDED) or (
                 wanted > c.idle() + self.most - c.items
@@ -348,7 +350,7 @@ cdef class Slab(Allocator):
             if items >= wanted:
                 return 0
             if wanted - items > self.most - c.items:
-                if c.reclaim_leases(ALL_LEASES):
+                if self.reclaim_all():
                     return 0
                 raise OutOfMemory(self._full(wanted, "it has reached its limit"))
             known = c.items
@@ -359,7 +361,7 @@ cdef class Slab(Allocator):
                 except MemoryError as e:
                     error = e
                 if region is None and items == 1:
-                    if (c.settle_streams(missing(c, wanted)) or c.reclaim_leases(ALL_LEASES)
+                    if (c.settle_streams(missing(c, wanted)) or self.reclaim_all()
                             or c.idle() >= wanted):
                         return 0
                     raise OutOfMemory(self._full(
@@ -371,6 +373,13 @@ cdef class Slab(Allocator):
         finally:
             c.end_growth()
         return 0
+
+    cdef bint reclaim_all(self) noexcept:
+        """Free all that other processes have let go of. False: that is nothing."""
+        cdef SlabCore c = self.core
+        cdef size_t freed = c.reclaim_leases(ALL_LEASES)
+        all_leases_asked(&c.leased, c.items, freed)
+        return freed > 0
 
     cdef Region region_for(self, uint64_t items):
         return aligned_region(self.core, self.source, items * self.core.stride, self.core.align)

@@ -30,6 +30,7 @@ import arenapy
 from arenapy import Bump, OutOfMemory, Pool, Shared, Slab
 from arenapy.memory import messages
 
+N = 16 << 10
 STRUCTURED = np.dtype([("a", "<i2"), ("b", "<f8", (2,)), ("c", "S3")])
 OVERLAPPING = {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [0, 2], "itemsize": 16}
 FIELDS = [
@@ -244,6 +245,44 @@ def test_a_socket_that_is_closed_gives_back_what_nobody_received(pair):
     pair[1].close()
     arena.reset()
     assert settled(arena)
+
+
+# One block at a time, or a batch; each asks for memory in a way of its own.
+ONES = {
+    "slab": lambda slab: [slab.alloc()],
+    "slab, batches": lambda slab: slab.alloc_many(4),
+    "pool": lambda pool: [pool.alloc(N)],
+    "pool, batches": lambda pool: pool.alloc_many([N] * 4),
+    "bump": lambda arena: [arena.alloc(N)],
+}
+
+
+@pytest.mark.parametrize("kept", [0, 20, 300])
+@pytest.mark.parametrize("how", ONES)
+def test_growth_ends_once_receivers_let_go(pair, how, kept):
+    """What they keep was sent first, and is asked about first. The rest comes and goes."""
+    here, there = pair
+    most, source = 1 << 14, Shared()
+    if how.startswith("slab"):
+        arena = Slab(N, 16, source, max_count=most)
+    elif how.startswith("pool"):
+        arena = Pool(most * N, source)
+    else:
+        arena = Bump(16 * N, source, most * N)
+    held = []
+    for _ in range(1500):
+        blocks = ONES[how](arena)
+        for block in blocks:
+            arenapy.send(here, block)
+        received = [arenapy.receive(there) for _ in blocks]
+        del blocks, block
+        held += received[: kept - len(held)]
+        del received
+        if how == "bump":
+            arena.reset()
+    reserved = sum(region.nbytes for region in arena.regions)
+    assert reserved <= max(4 << 20, 4 * kept * N), f"{reserved >> 20} MiB"
+    arena.check()
 
 
 def test_no_descriptor_is_leaked(pair, pool):

@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import os
+import socket
 import threading
 import time
 import weakref
@@ -10,6 +12,7 @@ import pytest
 from children import another_process
 from helpers import c_function, in_threads
 
+import arenapy
 from arenapy import Existing, Host, OutOfMemory, Pool, Region, Shared
 from arenapy.linux import vm
 
@@ -239,6 +242,37 @@ def test_the_collector_ends_a_pool_in_its_trimming_thread(run_script):
             time.sleep(0.01)
         assert threading.active_count() == 1
     """)
+
+
+@pytest.mark.parametrize("nbytes", [100, 10_000, 100_000])
+def test_memory_beside_a_block_in_use_gets_old(nbytes):
+    """It is merged with that block's each time that this is freed."""
+    pool = Pool(1 << 28, trim_after=0.1)
+    blocks = [pool.alloc(1 << 20) for _ in range(50)]
+    del blocks
+    until = time.monotonic() + 20
+    while pool.stats().reserved_bytes > 10 << 20:
+        assert time.monotonic() < until, f"{pool} kept what was not used"
+        pool.alloc(nbytes).release()
+        time.sleep(0.01)
+
+
+def test_what_receivers_let_go_of_gets_old():
+    pool = Pool(1 << 28, Shared(grow=True), trim_after=0.1, trim_thread=True)
+    used = lambda: os.fstat(pool.regions[0].fd).st_blocks * 512  # noqa: E731
+    here, there = socket.socketpair()
+    with here, there:
+        received = []
+        for _ in range(20):
+            arenapy.send(here, pool.alloc(1 << 20))
+            received.append(arenapy.receive(there))
+        time.sleep(0.5)  # the pool has looked before they go
+        assert used() >= 20 << 20
+        del received
+        until = time.monotonic() + 20
+        while used() > 4 << 20:
+            assert time.monotonic() < until, f"{used()} bytes stay"
+            time.sleep(0.05)
 
 
 def test_trim_after_works_over_every_source():

@@ -150,7 +150,7 @@ def test_arguments_of_a_step_of_one_s_own_may_have_any_names(name):
 
         @operation(nbytes=st.integers(100, 200), which=st.integers(1, 3))
         def limited(self, nbytes, which):
-            assert 100 <= nbytes and which, "a smaller value than it may have"
+            assert nbytes >= 100 and which, "a smaller value than it may have"
 
     found = attack(Own, examples=60)
     (finding,) = found.findings.values()
