@@ -91,8 +91,8 @@ cdef int check_alike(AllocatorCore c, tuple regions, Region region) except -1
 # Blocks that were freed here, and that other processes may still see; linked by next. The kernel is
 # asked about each one, and walks all leases of the region each time. So a request that finds no
 # memory asks about the first ones only, until LEASES_ASKED in a row are seen. An allocator asks
-# about all before it grows. If that freed less than a quarter of its memory, it first grows by as
-# much before it does so again.
+# about all before it grows. If that freed less than a quarter of its memory, it does not do so
+# again until it has grown or shrunk by as much.
 
 cdef extern from *:
     """
@@ -105,7 +105,7 @@ cdef struct Leased:
     Hold* first
     Hold* last
     Py_ssize_t n
-    size_t due               # how large the allocator is before all are asked about again
+    size_t asked_at          # how large the allocator was when it asked about all in vain, or 0
 
 
 cdef inline void add_leased(Leased* leased, Hold* hold) noexcept nogil:
@@ -127,12 +127,13 @@ cdef inline Hold* take_leased(Leased* leased) noexcept nogil:
 
 
 cdef inline bint all_leases_due(Leased* leased, size_t size) noexcept nogil:
-    return leased.n > 0 and size >= leased.due
+    cdef size_t part = leased.asked_at // 4
+    return leased.n > 0 and not (leased.asked_at - part < size < leased.asked_at + part)
 
 
 # They were asked about, which freed so much of that size.
 cdef inline void all_leases_asked(Leased* leased, size_t size, size_t freed) noexcept nogil:
-    leased.due = 0 if freed >= size // 4 else size + size // 4
+    leased.asked_at = 0 if freed >= size // 4 else size
 
 
 cdef inline void unlink_hold(Hold** head, Hold* hold) noexcept nogil:

@@ -277,9 +277,10 @@ cdef void* resized(Handler* h, void* block, size_t n) noexcept nogil:
         moved = alloc_at_once(h, n + n // 8)
     if moved == NULL:
         moved = alloc_at_once(h, n)
-    if moved != NULL:
-        memcpy(moved, block, min(size, n))
-        other_free(h, block)
+    if moved == NULL:
+        return block if n <= size else NULL
+    memcpy(moved, block, min(size, n))
+    other_free(h, block)
     return moved
 
 

@@ -156,6 +156,8 @@ cdef class PoolCore(ThreadCaches):
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(block_id))
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
+        if self.timed >= 0:                  # else it would be as old as this thread's last free
+            f.tick = later(f.tick, self.latest)
         arenapy_assert(
             self.pending_bytes[d.size_class] >= d.size, b"a block was pending before it is free")
         self.pending_bytes[d.size_class] -= d.size
@@ -188,6 +190,8 @@ cdef class PoolCore(ThreadCaches):
                 free(hold)
                 seen = 0
             left -= 1
+        if freed and self.timed >= 0:
+            self.note_time()
         return freed
 
     cdef bint defer_free(self, Hold* hold) noexcept nogil:

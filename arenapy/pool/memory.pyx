@@ -713,7 +713,7 @@ cdef class PoolMemory:
         if not c.stale_tick(seconds, &tick):
             return 0
         if c.leased.n:                       # others may have let go, or will
-            c.reclaim_leases(LEASES_ASKED)
+            c.reclaim_leases(LEASES_ASKED + c.leased.n // 4)
             c.note_time()
         c.flush_all(True, &tick)
         pages = c.stale_pages(tick)

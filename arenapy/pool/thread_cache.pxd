@@ -191,7 +191,6 @@ cdef class ThreadCaches(Segments):
     cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil
-    cdef void flush_small(
-        self, ThreadCache* f, int s, uint32_t keep, uint32_t tick) noexcept nogil
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
     cdef void flush_large(self, ThreadCache* f, const uint32_t* until) noexcept nogil
     cdef void heap_free(self, uint32_t id) noexcept nogil

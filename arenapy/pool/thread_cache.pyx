@@ -539,7 +539,7 @@ cdef class ThreadCaches(Segments):
                 arenapy_spin_acquire(&self.heap_lock)
                 if self.n_caches > 1:
                     self.add_up(f, d.size_class, False)
-                self.flush_small(f, s, self.steps[s].depth // 2, f.tick)
+                self.flush_small(f, s, self.steps[s].depth // 2)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
         return self.free_to_heap(f, d, ptr, block_id)
@@ -602,15 +602,13 @@ cdef class ThreadCaches(Segments):
                     self.partial[d.step] = d.next
                 self.heap_free(id)
 
-    cdef void flush_small(
-        self, ThreadCache* f, int s, uint32_t keep, uint32_t tick
-    ) noexcept nogil:
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
         """Return the slots of a magazine to their spans, but for those freed last."""
         cdef Magazine* m = &f.small[s]
         cdef uint32_t n = m.n - keep
         if m.n <= keep:
             return
-        self.return_slots(&m.items[0], n, tick)
+        self.return_slots(&m.items[0], n, f.tick)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
         m.arrived -= n
@@ -759,8 +757,8 @@ cdef class ThreadCaches(Segments):
     cdef void flush_all(self, bint others, const uint32_t* until) noexcept nogil:
         """Everything that is free goes to the heap and is merged there.
 
-        With `until`, blocks stay that were freed after that tick: merged memory is as old as the
-        part of it that was used last. When slots were freed is not known, so they count as old.
+        With `until`, blocks above 32 KiB stay that were freed after that tick: merged memory is as
+        old as the part of it that was used last.
 
         If not `others`, what the caches of other threads have stays theirs: they are at work, would
         miss it at once, and their locks would be taken from them.
@@ -776,7 +774,7 @@ cdef class ThreadCaches(Segments):
             biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
-                self.flush_small(f, s, 0, until[0] if until != NULL else f.tick)
+                self.flush_small(f, s, 0)
             self.flush_large(f, until)
             arenapy_spin_release(&self.heap_lock)
             biased_release(&f.lock)
@@ -786,8 +784,7 @@ cdef class ThreadCaches(Segments):
                 continue
             arenapy_spin_acquire(&depot.lock)
             arenapy_spin_acquire(&self.heap_lock)
-            self.return_slots(
-                &depot.items[0], depot.n, until[0] if until != NULL else self.cache.tick)
+            self.return_slots(&depot.items[0], depot.n, self.cache.tick)
             depot.n = 0
             arenapy_spin_release(&self.heap_lock)
             arenapy_spin_release(&depot.lock)

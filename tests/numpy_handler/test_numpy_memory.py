@@ -556,6 +556,17 @@ def test_an_error_of_the_source_is_raised_after_numpy_is_done():
     assert source.calls == 3 and memory.stats().system_allocations >= 2
 
 
+def test_an_array_becomes_smaller_in_a_full_pool():
+    """Where there is no room to move to, it keeps all of its block."""
+    pool = Pool(max_bytes=8 << 20)
+    with numpy_memory(pool, on_full="error"):
+        array = np.ones(6 << 20, "u1")
+        with pytest.raises(MemoryError):
+            np.ones(3 << 20, "u1")
+        array.resize(5 << 19, refcheck=False)
+    assert array.nbytes == 5 << 19 and array.all()
+
+
 @pytest.mark.parametrize("step", [100, 4000, 100_000])
 def test_an_array_that_grows_in_a_full_pool_is_seldom_moved(step):
     """Each move copies all of it: one for each step would take quadratic time."""

@@ -257,6 +257,16 @@ def test_memory_beside_a_block_in_use_gets_old(nbytes):
         time.sleep(0.01)
 
 
+def test_a_block_is_as_old_as_its_own_free():
+    """And not as the last one that its thread freed: another one may have been at work since."""
+    pool = Pool(trim_after=60.0)
+    block = pool.alloc(1 << 20)
+    in_threads(lambda: [pool.alloc(100_000).release() for _ in range(1000)])
+    block.release()
+    ages = {one.nbytes: one.age for one in pool.blocks()}
+    assert ages[1 << 20] == 0, ages
+
+
 def test_what_receivers_let_go_of_gets_old():
     pool = Pool(1 << 28, Shared(grow=True), trim_after=0.1, trim_thread=True)
     used = lambda: os.fstat(pool.regions[0].fd).st_blocks * 512  # noqa: E731
