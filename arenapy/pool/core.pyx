@@ -449,7 +449,7 @@ cdef class PoolCore(ThreadCaches):
         return i > 0
 
     cdef size_t stale_pages(self, uint32_t tick) noexcept nogil:
-        """Free pages that were not used since `tick`; everything is flushed."""
+        """Free pages that were not used since `tick`; what is older is flushed."""
         cdef size_t pages = 0
         cdef uint32_t id
         cdef Descriptor* d

@@ -576,7 +576,7 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
             if done or missing == 0:
                 break
             if attempt == 0:
-                c.flush_all(True, NULL)            # what is free there may be in a thread's cache
+                c.flush_all(True, NULL)      # what is free there may be in a thread's cache
             elif attempt == 1:
                 # Blocks at the end that grow one after another would make the pool grow without
                 # bound. So a block moves into idle memory, or as much of that is given back.
