@@ -289,9 +289,12 @@ def _read(report: str) -> Tally:
     return tally
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    # The search is over, whatever the attacked code still has: threads to wait for, or timers.
+def _end(code: int) -> None:
+    """The search is over, whatever the attacked code still has: threads to wait for, or timers."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main(sys.argv[1:]))
