@@ -15,7 +15,7 @@ from arenapy.base.atomic cimport (
     arenapy_spin_release, rank_spin,
 )
 from arenapy.buffer.block cimport GONE_CLOSED, HELD, Block, Hold, MemoryOwner
-from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
+from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, magazine_of, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
@@ -156,14 +156,16 @@ cdef class PoolCore(ThreadCaches):
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(block_id))
         biased_acquire(&f.lock)
         arenapy_spin_acquire(&self.heap_lock)
-        if self.timed >= 0:                  # else it would be as old as this thread's last free
-            f.tick = later(f.tick, self.latest)
+        if self.timed >= 0:                  # later than all that a sample of the clock has
+            f.tick = later(f.tick, self.latest) + 1
         arenapy_assert(
             self.pending_bytes[d.size_class] >= d.size, b"a block was pending before it is free")
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
         live_byte(self, block_id)[0] = 1    # as `push` expects it
+        if self.timed >= 0 and d.state == SPAN:
+            magazine_of(f, d.step).tick = f.tick
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 

@@ -24,6 +24,7 @@ cdef class PoolMemory:
     cdef uint64_t n_reserved         # Reservations that were ever made
     cdef size_t min_reservation      # bytes of address space that one takes at least
     cdef size_t most_pages           # the most that were reserved since the last trim
+    cdef double leases_due           # when `trim_stale` asks about leases next
     cdef size_t idle_allowed         # idle pages that growth leaves alone
     cdef size_t recycled             # pages recycled since slack grew
     cdef Recurrence[1 << RECURRENCE_BITS] seen

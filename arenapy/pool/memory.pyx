@@ -87,6 +87,10 @@ cdef enum:
     IDLE_SHARE = 16          # a share: of what is reserved, so much may lie idle at first
     REPEATS = 5
     SLACK_SHARE = 40         # of what is live: memory that growth by the granule adds to it
+    # `trim_stale` asks the kernel about so many leases at once, in such a share of all time. The
+    # kernel takes longer for each one the more there are.
+    LEASES_MOST = 500
+    LEASES_SHARE = 16
     GOLDEN = 0x9E3779B97F4A7C15      # 2 ** 64 by the golden ratio: Knuth's multiplicative hashing
 
 
@@ -710,10 +714,14 @@ cdef class PoolMemory:
         cdef PoolCore c = self.core
         cdef uint32_t tick
         cdef size_t pages
+        cdef double start
         if not c.stale_tick(seconds, &tick):
             return 0
         if c.leased.n:                       # others may have let go, or will
-            c.reclaim_leases(LEASES_ASKED + c.leased.n // 4)
+            start = now(CLOCK_MONOTONIC)
+            if start >= self.leases_due:
+                c.reclaim_leases(LEASES_ASKED + min(c.leased.n // 4, LEASES_MOST))
+                self.leases_due = start + (now(CLOCK_MONOTONIC) - start) * LEASES_SHARE
             c.note_time()
         c.flush_all(True, &tick)
         pages = c.stale_pages(tick)

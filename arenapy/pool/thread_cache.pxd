@@ -56,7 +56,8 @@ cdef struct Magazine:
     uint64_t allocations     # ever. Frees are `allocations` + n - `arrived`.
     int64_t arrived          # slots from spans and depots, less slots moved there
     Entry* items             # MAGAZINE_MOST, in the order in which they were freed
-    uint64_t unused
+    uint32_t tick            # with `trim_after`: when a slot was freed last
+    uint32_t unused
 
 # What caches have added up, of a class or of all. All that is live is `live` and the caches' own.
 cdef struct Total:
@@ -83,6 +84,7 @@ cdef struct ThreadCache:
 cdef struct Depot:
     arenapy_spin lock
     uint32_t n               # <= DEPOT_MOST
+    uint32_t tick            # the latest of the magazines that its slots came from
     Entry items[DEPOT_MOST]  # in the order in which they came
 
 cdef struct SmallStep:
@@ -191,6 +193,6 @@ cdef class ThreadCaches(Segments):
     cdef bint from_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef bint to_depot(self, ThreadCache* f, int s) noexcept nogil
     cdef void return_slots(self, const Entry* items, uint32_t n, uint32_t tick) noexcept nogil
-    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep, uint32_t tick) noexcept nogil
     cdef void flush_large(self, ThreadCache* f, const uint32_t* until) noexcept nogil
     cdef void heap_free(self, uint32_t id) noexcept nogil

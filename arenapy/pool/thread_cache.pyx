@@ -38,7 +38,7 @@ from arenapy.base.biased_lock cimport (
 )
 from arenapy.pool.page_heap cimport (
     BLOCK, FIT_LOOKS, ODD, PAGE, PAGE_BITS, SPAN, SPARE, STOCK, Descriptor, Segments, block_name,
-    earlier, has_live, have_spare, id_of, low_bit, scatter, slot_name, slot_number,
+    earlier, has_live, have_spare, id_of, later, low_bit, scatter, slot_name, slot_number,
 )
 from arenapy.base.sanitizer cimport POISONS
 from arenapy.allocator.allocator_core cimport permit
@@ -539,7 +539,7 @@ cdef class ThreadCaches(Segments):
                 arenapy_spin_acquire(&self.heap_lock)
                 if self.n_caches > 1:
                     self.add_up(f, d.size_class, False)
-                self.flush_small(f, s, self.steps[s].depth // 2)
+                self.flush_small(f, s, self.steps[s].depth // 2, f.tick)
                 arenapy_spin_release(&self.heap_lock)
             return push(self, f, d, ptr, block_id)
         return self.free_to_heap(f, d, ptr, block_id)
@@ -592,7 +592,7 @@ cdef class ThreadCaches(Segments):
                 and not d.slots[slot_number(items[i].block_id)],
                 b"a slot that goes back to its span is neither there nor live")
             d.detail.slots |= <uint64_t>1 << slot_number(items[i].block_id)
-            d.tick = tick
+            d.tick = later(d.tick, tick)
             if d.detail.slots == every:
                 if d.next:
                     self.descriptors[d.next].prev = d.prev
@@ -602,13 +602,13 @@ cdef class ThreadCaches(Segments):
                     self.partial[d.step] = d.next
                 self.heap_free(id)
 
-    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep) noexcept nogil:
+    cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep, uint32_t tick) noexcept nogil:
         """Return the slots of a magazine to their spans, but for those freed last."""
         cdef Magazine* m = &f.small[s]
         cdef uint32_t n = m.n - keep
         if m.n <= keep:
             return
-        self.return_slots(&m.items[0], n, f.tick)
+        self.return_slots(&m.items[0], n, tick)
         memmove(&m.items[0], &m.items[n], keep * sizeof(Entry))
         m.n = keep
         m.arrived -= n
@@ -623,6 +623,7 @@ cdef class ThreadCaches(Segments):
             return False
         arenapy_spin_acquire(&depot.lock)
         m.n = min(depot.n, max(self.steps[s].depth // 2, <uint32_t>1))
+        m.tick = later(m.tick, depot.tick)
         depot.n -= m.n
         memcpy(&m.items[0], &depot.items[depot.n], m.n * sizeof(Entry))
         arenapy_spin_release(&depot.lock)
@@ -641,6 +642,7 @@ cdef class ThreadCaches(Segments):
         room = depot.n + n <= min(<uint32_t>DEPOT_MOST, 4 * self.steps[s].depth)
         if room:
             memcpy(&depot.items[depot.n], &m.items[0], n * sizeof(Entry))
+            depot.tick = later(depot.tick, f.tick) if depot.n else f.tick
             depot.n += n
         arenapy_spin_release(&depot.lock)
         if room:
@@ -757,8 +759,8 @@ cdef class ThreadCaches(Segments):
     cdef void flush_all(self, bint others, const uint32_t* until) noexcept nogil:
         """Everything that is free goes to the heap and is merged there.
 
-        With `until`, blocks above 32 KiB stay that were freed after that tick: merged memory is as
-        old as the part of it that was used last.
+        With `until`, what was freed after that tick stays, and so do all slots of a magazine or a
+        depot if one of them was: merged memory is as old as the part of it that was used last.
 
         If not `others`, what the caches of other threads have stays theirs: they are at work, would
         miss it at once, and their locks would be taken from them.
@@ -774,7 +776,10 @@ cdef class ThreadCaches(Segments):
             biased_acquire(&f.lock)
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
-                self.flush_small(f, s, 0)
+                if until == NULL:
+                    self.flush_small(f, s, 0, f.tick)
+                elif not earlier(until[0], f.small[s].tick):
+                    self.flush_small(f, s, 0, f.small[s].tick)
             self.flush_large(f, until)
             arenapy_spin_release(&self.heap_lock)
             biased_release(&f.lock)
@@ -783,10 +788,11 @@ cdef class ThreadCaches(Segments):
             if depot.n == 0:                 # a glance
                 continue
             arenapy_spin_acquire(&depot.lock)
-            arenapy_spin_acquire(&self.heap_lock)
-            self.return_slots(&depot.items[0], depot.n, self.cache.tick)
-            depot.n = 0
-            arenapy_spin_release(&self.heap_lock)
+            if until == NULL or not earlier(until[0], depot.tick):
+                arenapy_spin_acquire(&self.heap_lock)
+                self.return_slots(&depot.items[0], depot.n, depot.tick)
+                depot.n = 0
+                arenapy_spin_release(&self.heap_lock)
             arenapy_spin_release(&depot.lock)
 
     cdef size_t pages_for(self, size_t n, size_t align) noexcept nogil:

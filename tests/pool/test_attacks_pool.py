@@ -257,6 +257,18 @@ def test_memory_beside_a_block_in_use_gets_old(nbytes):
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("nbytes", [100, 4000, 32768, 40_000, MIB])
+def test_what_was_freed_just_now_stays(nbytes):
+    pool = Pool(trim_after=0.5)
+    blocks = [pool.alloc(nbytes) for _ in range(10 * MIB // nbytes)]
+    pool.alloc(nbytes).release()             # long before them
+    time.sleep(0.6)
+    blocks.clear()
+    before = pool.stats().reserved_bytes
+    pool.alloc(nbytes).release()             # a look
+    assert pool.stats().reserved_bytes >= before - 2 * MIB
+
+
 def test_a_block_is_as_old_as_its_own_free():
     """And not as the last one that its thread freed: another one may have been at work since."""
     pool = Pool(trim_after=60.0)
