@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_FOUND = 1
-EXIT_USAGE = 2
+OWN_ENDS = {os.EX_USAGE, os.EX_IOERR, os.EX_SOFTWARE}  # of the process that attacks
 HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
 ABORT_SECONDS = 5.0  # in which a process that hangs writes its stack
 LONGEST_LINE = 79
@@ -179,8 +179,9 @@ def _search(
         status, lines, said = run(job, folder)
         found = json.loads(report.read_text()) if report.exists() else {}
         header = header or "".join(lines[:1])
-        early = status == 0 and found.get("searching", True)  # the attacked code ended the process
-        if status is not None and status >= 0 and not early:
+        # Or the attacked code has ended the process.
+        by_itself = (status == 0 and not found.get("searching", True)) or status in OWN_ENDS
+        if by_itself or (status is not None and status >= 0 and not lines):
             return status, found, header, words or said
         deaths += 1
         kind = "hang" if status is None else "crash"
@@ -262,8 +263,8 @@ def _death(
     """(message, small program, whether the program shows it again) of a crash or a hang."""
     if status is None:
         return f"a step did not end within {HANGS_AFTER:.0f} s", lines[1:], True
-    if status == 0:
-        return "the process ended by itself, with status 0", lines[1:], True
+    if status >= 0:
+        return f"the process ended by itself, with status {status}", lines[1:], True
     from arenapy.testing import crashes, search
 
     message = f"killed by {signal_name(-status)}"
@@ -308,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arenapy-fuzz-") as folder:
         status, found, header, errors = _search(job, Path(folder))
-    if status == EXIT_USAGE:
+    if status == os.EX_USAGE and not found:
         parser.error(errors)
     findings = worst_first([Finding(**one) for one in found.get("findings", ())])
     if not findings and (not found or (status is not None and status > 0)):

@@ -6,11 +6,14 @@ command line and the report (arenapy/commands/fuzz.py), which outlive a crash of
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import faulthandler
 import json
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -31,8 +34,6 @@ from arenapy.testing.threads import TwoThreadMachine
 __all__ = ["AdapterMachine", "attack", "machine_for"]
 
 MODULE = "arenapy.testing.attack"  # also where this is __main__
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 ROUND = 100  # examples by default
 C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are attacked
 
@@ -245,7 +246,8 @@ def attack(
 def main(argv: Sequence[str]) -> int:
     """Run one attack as JSON says, or go on with the one that left a report; write what it found.
 
-    The report is written before each example: a crash leaves what was found so far.
+    The report is written before each example: a crash leaves what was found so far. The status is 0
+    or one of the three below. With any other one, the attacked code has ended the process.
     """
     job, report = argv
     told = json.loads(job)
@@ -253,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
         machine = machine_for(**told["machine"])
     except ValueError as error:
         print(error, file=sys.stderr)
-        return EXIT_USAGE
+        return os.EX_USAGE
     before = _read(report) if os.path.exists(report) else Tally()
     told["attack"]["start"] += before.examples  # other programs
     faulthandler.enable()
@@ -261,7 +263,10 @@ def main(argv: Sequence[str]) -> int:
         attack(machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally))
     except OSError as error:  # and none of the allocator's, which are findings
         print(f"{os.path.dirname(report)} cannot be written: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return os.EX_IOERR
+    except BaseException:
+        traceback.print_exc()
+        return os.EX_SOFTWARE
     return 0
 
 
@@ -291,8 +296,10 @@ def _read(report: str) -> Tally:
 
 def _end(code: int) -> None:
     """The search is over, whatever the attacked code still has: threads to wait for, or timers."""
+    atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
+    ctypes.CDLL(None).fflush(None)
     os._exit(code)
 
 

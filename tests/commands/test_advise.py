@@ -25,8 +25,8 @@ from arenapy import cuda, trace
 from arenapy.commands import cli
 from arenapy.commands.advise import command as advise
 from arenapy.commands.advise import device_process, device_worker, measuring
-from arenapy.commands.advise.advice import choose, lines
-from arenapy.commands.advise.measuring import FEWEST, ROUNDS, Replays, shortened
+from arenapy.commands.advise.advice import ROUNDS, choose, lines
+from arenapy.commands.advise.measuring import FEWEST, Replays, shortened
 from arenapy.commands.advise.settings import (
     NAMES,
     PLAIN_POOL,
@@ -308,13 +308,16 @@ def test_few_rounds_are_not_sure():
     assert "--seconds 60" in said["sure"]
 
 
-def test_one_that_is_faster_in_half_of_the_rounds_is_not_advised():
-    times = {"malloc": [1.0] * 12, "pool": [0.5, 1.4] * 6}
+@pytest.mark.parametrize("rounds", [12, ROUNDS])
+def test_one_that_is_faster_in_half_of_the_rounds_is_not_advised(rounds):
+    times = {"malloc": [1.0] * rounds, "pool": [0.5, 1.4] * (rounds // 2)}
     found = choose(times, dict.fromkeys(times, MIB))
     assert (found.name, found.word) == ("malloc", "undecided")
     settings = {"malloc": Setting("malloc"), "pool": PLAIN_POOL}
     said = dict(lines(found, settings, times, dict.fromkeys(times, MIB), **EASY))
-    assert said["sure"].startswith("undecided: 95% sure, in 12 rounds: pool takes 0.50 to 1.40")
+    begin = f"undecided: 95% sure, in {rounds} rounds: pool takes 0.50 to 1.40"
+    assert said["sure"].startswith(begin)
+    assert ("--seconds" in said["sure"]) == (rounds < ROUNDS)
 
 
 def test_the_five_lines():

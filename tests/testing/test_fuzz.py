@@ -529,8 +529,8 @@ def test_a_process_that_ends_by_itself_is_a_death(tmp_path, monkeypatch, searchi
     assert processes.search(tmp_path)[1] == ["crash"] * searching
 
 
-@pytest.mark.parametrize("calls", [1, 4])
-def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, calls):
+@pytest.mark.parametrize(("calls", "status"), [(1, 0), (4, 0), (4, 1), (4, 2)])
+def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, calls, status):
     text = f"""
         import itertools, os
 
@@ -539,14 +539,36 @@ def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, call
         class Ending:
             def alloc(self, nbytes):
                 if next(calls) == {calls}:
-                    os._exit(0)
+                    os._exit({status})
                 raise MemoryError
     """
     (tmp_path / "ending.py").write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = fuzz("ending:Ending", "--examples", "20", "--max-align", "1", "--shrink", "1")
     assert done.returncode == 1, done.stdout
-    assert "the process ended by itself, with status 0" in done.stdout
+    assert f"the process ended by itself, with status {status}" in done.stdout
+
+
+def test_the_end_of_an_attack_is_that_of_a_program(tmp_path, monkeypatch):
+    text = """
+        import atexit, ctypes
+
+        atexit.register(open, "ended", "w")
+        ctypes.CDLL(None).printf(b"words of C\\n")
+        print("words of Python")
+
+        class Talking:
+            def alloc(self, nbytes):
+                raise MemoryError
+    """
+    (tmp_path / "talking.py").write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    monkeypatch.chdir(tmp_path)
+    done = fuzz("talking:Talking", "--examples", "2", "--max-align", "1")
+    assert done.returncode == 0, done.stdout
+    assert "words of C\n" in done.stdout and "words of Python\n" in done.stdout
+    assert (tmp_path / "ended").exists()
 
 
 def test_without_a_time_the_last_death_ends_the_search(tmp_path, monkeypatch):
@@ -666,7 +688,7 @@ def test_a_report_that_cannot_be_written_is_said_in_one_line(capfd, tmp_path):
     limits = {"examples": 2, "steps": 5, "seconds": None, "shrink": 1.0, "start": 1}
     folder = tmp_path / "missing"
     job = json.dumps({"machine": machine, "attack": limits})
-    assert attack_main([job, str(folder / "report.json")]) == 1
+    assert attack_main([job, str(folder / "report.json")]) == os.EX_IOERR
     said = capfd.readouterr().err
     assert said.startswith(f"{folder} cannot be written: [Errno 2] ") and said.count("\n") == 1
 

@@ -23,10 +23,11 @@ from arenapy.commands.compare.verdict import (
     verdict,
 )
 
-__all__ = ["Advice", "choose", "lines"]
+__all__ = ["ROUNDS", "Advice", "choose", "lines"]
 
 LIGHTER = 0.05  # a share of the memory: less is not worth a choice
 TRIFLE = 1 << 20  # bytes
+ROUNDS = 20  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,9 @@ def _sure(advice: Advice, rounds: int, seconds: float) -> str:
         how = f"{CONFIDENCE:.0%} sure, in {rounds} rounds: "
         how += f"{one} takes {low:.2f} to {high:.2f} {share}"
         if advice.word == "undecided":
-            how = f"undecided: {how}; give --seconds {max(4 * seconds, 1):.0f}"
+            how = f"undecided: {how}"
+            if rounds < ROUNDS:
+                how += f"; give --seconds {max(4 * seconds, 1):.0f}"
     if advice.as_good:
         how += f"; as fast, within {WORTH:.0%}: {', '.join(advice.as_good)}"
     return how

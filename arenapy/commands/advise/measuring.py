@@ -26,15 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from arenapy.commands.advise.advice import choose
+from arenapy.commands.advise.advice import ROUNDS, choose
 from arenapy.commands.advise.settings import PLAIN_POOL, Setting, ready_pool, unsuited
 from arenapy.commands.compare.verdict import LEAST_ROUNDS, WORTH
 from arenapy.commands.replay.command import run_worker
 from arenapy.commands.replay.program import Program
 
-__all__ = ["EVENT_SECONDS", "FEWEST", "ROUNDS", "Replays", "shortened"]
+__all__ = ["EVENT_SECONDS", "FEWEST", "Replays", "shortened"]
 
-FEWEST, ROUNDS = 4, 20  # rounds of all settings, and rounds at most
+FEWEST = 4  # rounds of all settings
 #: Of the time that there is, one pass may take this share, as far as that is known beforehand.
 SHARE = 1 / 60
 EVENT_SECONDS, PAGE_SECONDS = 100e-9, 250e-9  # of a malloc: a call, and a page that it faults in
