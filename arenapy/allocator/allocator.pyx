@@ -445,6 +445,8 @@ cdef Buffer moved(Allocator one, MemoryOwner owner, Buffer old, Py_ssize_t n):
             f"{old!r} has to move to grow, and the host cannot copy it; allocate a larger "
             "block, and copy it as its source says"
         )
+    if c.hooks is not None:
+        old.owner.hooks.movable(old)
     new = one.block_of(owner, n, max(old.align, c.block_align))
     # Making it may have run code, which may have grown the old one, exported it or reset all.
     if c.hooks is not None:

@@ -6,9 +6,9 @@
 # initialized, so a module compiled for another number fails to import, with the name as the reason,
 # and the check costs nothing afterwards.
 cdef enum:
-    ARENAPY_ABI = 24
+    ARENAPY_ABI = 25
 
-cdef void built_for_arenapy_abi_24() noexcept nogil
+cdef void built_for_arenapy_abi_25() noexcept nogil
 
 cdef inline void _compiled_for() noexcept nogil:
-    built_for_arenapy_abi_24()
+    built_for_arenapy_abi_25()

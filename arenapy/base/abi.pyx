@@ -3,5 +3,5 @@
 ABI = ARENAPY_ABI
 
 
-cdef void built_for_arenapy_abi_24() noexcept nogil:
+cdef void built_for_arenapy_abi_25() noexcept nogil:
     pass

@@ -115,6 +115,8 @@ cdef class StreamHooks:
     cdef void leave(self, tuple regions) noexcept
     # A block is to get memory behind it: streams that may use it wait for the own stream.
     cdef int extend(self, object block) except -1
+    # Can a block move now? CudaError if not.
+    cdef int movable(self, object source) except -1
     # Copy a block, which its user is going to release, to the beginning of another one of this
     # memory, in the order of the streams that use it; those may then use the other one.
     cdef int move(self, object to, object source) except -1

@@ -612,6 +612,9 @@ cdef class StreamHooks:
     cdef int extend(self, object block) except -1:
         return 0
 
+    cdef int movable(self, object source) except -1:
+        raise NotImplementedError
+
     cdef int move(self, object to, object source) except -1:
         raise NotImplementedError
 

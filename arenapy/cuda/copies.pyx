@@ -111,16 +111,19 @@ cdef class CudaMemory(Ordering):
             wait_outside(<StreamRef>self.own)
         return 0
 
-    cdef int move(self, object to, object source) except -1:
-        cdef StreamRef own = <StreamRef>self.own
-        cdef list streams = streams_of(told_to(<Block>source))
+    cdef int movable(self, object source) except -1:
         cdef StreamRef one
-        if own is not None and own not in streams:
-            streams.append(own)
         # Also one of whose capture the block is: `told_to` has only what is done before that.
-        for one in streams + streams_of(spread(uses_of(<Block>source))):
+        for one in users_of(source, self.own) + streams_of(spread(uses_of(<Block>source))):
             free_to_use(
                 one, "the block cannot move to grow; do this before the capture, or after it", None)
+        return 0
+
+    cdef int move(self, object to, object source) except -1:
+        cdef StreamRef own = <StreamRef>self.own
+        cdef list streams = users_of(source, own)
+        cdef StreamRef one
+        self.movable(source)                 # a capture may have begun since
         self.after_told(source, own)         # also what a stream did that is closed now
         self.copy(to[:(<Block>source).size], source, own)
         if own is not None and own.shut:     # its owner can make nothing wait for it any more
@@ -209,6 +212,13 @@ seal(CudaMemory)
 
 cdef list streams_of(list uses):
     return [one for one in uses if isinstance(one, StreamRef) and not (<StreamRef>one).gone()]
+
+
+cdef list users_of(object block, StreamRef own):
+    cdef list streams = streams_of(told_to(<Block>block))
+    if own is not None and own not in streams:
+        streams.append(own)
+    return streams
 
 
 cdef CudaMemory new_memory(

@@ -438,7 +438,7 @@ cdef int wait_outside(StreamRef stream) except -1:
 # copies and fills without a stream. Dropping an object may run any code, which may end up here
 # again.
 
-# Retained. Only the thread that is `looking` takes one out; the last one gets its place.
+# Retained, in the order of the work. Only the thread that is `looking` takes one out.
 cdef list retained = []
 cdef Py_ssize_t next_look = 0
 cdef uint64_t looking = 0            # atomic: is a thread at it?
@@ -499,8 +499,10 @@ cdef void park(object memory, list waits) noexcept:
     retained.append(one)
 
 
-cdef bint uses_done(Retained one, bint needed) noexcept:
+cdef bint uses_done(Retained one, bint needed, set busy) noexcept:
+    """`busy`: streams, an event of which is not over. Later ones are not asked."""
     cdef Py_ssize_t i
+    cdef object stream
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
     for i in reversed(range(len(one.waits))):        # in place, since `wait_for_those` may read it
@@ -510,12 +512,32 @@ cdef bint uses_done(Retained one, bint needed) noexcept:
                 use = late_work_of(<StreamRef>use, needed and one.looks >= PATIENCE) or use
             except Exception:
                 pass
-        if isinstance(use, StreamRef) or not (<Fence>use).passed():
+        stream = (<EventFence>use).of if type(use) is EventFence else None
+        if isinstance(use, StreamRef) or (
+                stream is not None and stream in busy) or not (<Fence>use).passed():
             one.waits[i] = use
+            if stream is not None:
+                busy.add(stream)
         else:
             del one.waits[i]
     one.looks += needed
     return not one.waits
+
+
+cdef Py_ssize_t look_at(Py_ssize_t first, Py_ssize_t stop, bint needed, list over) noexcept:
+    """Take out those from `first` to `stop` that are over; where those behind begin then."""
+    cdef Py_ssize_t at, kept = first
+    cdef set busy = set()
+    cdef Retained one
+    for at in range(first, stop):            # meanwhile others only append
+        one = <Retained>retained[at]
+        if uses_done(one, needed, busy):
+            over.append(one)
+        else:
+            retained[kept] = one
+            kept += 1
+    del retained[kept:stop]
+    return kept
 
 
 cdef bint look(bint all, bint needed) noexcept:
@@ -523,29 +545,18 @@ cdef bint look(bint all, bint needed) noexcept:
     cdef uint64_t nobody = 0
     cdef Py_ssize_t n, at
     cdef list over = []
-    cdef Retained one, last
     if len(retained) == 0:
         return True
     if not arenapy_cas(&looking, &nobody, 1):
         return False
     try:
         n, at = len(retained), 0 if all else next_look
-        for _ in range(n if all else min(n, <Py_ssize_t>FEW)):
-            if at >= len(retained):
-                at = 0
-            one = <Retained>retained[at]
-            if uses_done(one, needed):
-                over.append(one)
-                last = <Retained>retained.pop()      # others only append
-                if last is not one:
-                    retained[at] = last
-            else:
-                at += 1
-        next_look = at
+        next_look = look_at(min(at, n), n if all else min(n, at + FEW), needed, over)
+        if at + FEW > n and not all:         # and from the beginning on
+            next_look = look_at(0, min(at, n, at + FEW - n), needed, over)
     finally:
         arenapy_add(&dropping, 1)
         arenapy_store(&looking, 0)
-        one = last = None
         over.clear()                         # which may run other code
         arenapy_sub(&dropping, 1)
     return True

@@ -30,7 +30,7 @@ cdef class Ordering(StreamHooks):
     cdef size_t capacity             # bytes that the allocator has
     cdef list open                   # unseen: Batches without a fence, one a stream
     cdef list batches                # unseen: others, oldest first
-    cdef Py_ssize_t most             # batches: with more, it is looked whether some are over
+    cdef Py_ssize_t most             # of both: with more, it is looked whether some are over
     cdef uint64_t n_advances         # calls of `advance`
     # How often requests found an open batch's stream captured, since one last was not.
     cdef int vain

@@ -11,9 +11,9 @@ given until then. Where the host sees the memory there is no own stream: this pr
 wait for streams, so each of them counts.
 
 A stream that is sure to exist needs no event at release: its blocks gather in an open batch, for
-which an event is recorded when the allocator runs out of memory, or when they are many bytes. For
-others (integers; default streams of threads) an event is recorded at release. What a stream uses
-while it is captured into a graph waits for the end of the graph.
+which an event is recorded when the allocator runs out of memory, or when they are many bytes or
+many batches. For others (integers; default streams of threads) an event is recorded at release.
+What a stream uses while it is captured into a graph waits for the end of the graph.
 
 A block that is allocated for a captured stream belongs to the graph (`graph`). Its uses are the
 graph and that stream. If it is released in the capture, and nothing else has used it, it is free at
@@ -479,9 +479,9 @@ cdef class Ordering(StreamHooks):
         while not arenapy_cas_ptr(&self.arrived, &head, h):
             h.ended_next = <Hold*>head
         self.sort_arrived()
-        if len(self.batches) > self.most:    # now and then, let go of what is over
+        if len(self.open) + len(self.batches) > self.most:   # now and then, let go of what is over
             self.collect(owner, False)
-            self.most = max(<Py_ssize_t>FEW, 2 * len(self.batches))
+            self.most = max(<Py_ssize_t>FEW, 2 * (len(self.open) + len(self.batches)))
         PyErr_Restore(kind, value, trace)
 
     cdef void sort_arrived(self) noexcept:

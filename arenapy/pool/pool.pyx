@@ -340,12 +340,18 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
 
     cdef size_t trim_old(self) except? 0:
         cdef double now
+        cdef double late
+        cdef uint32_t looks
         if self.core.hooks is not None:     # whose driver is not to be asked at each allocation
             now = monotonic()
-            if now >= self.streams_due:
+            late = now - self.streams_due
+            if late >= 0:
+                looks = STREAM_LOOKS         # as many as there was time for
+                if late < self.core.timed:
+                    looks = <uint32_t>(late * STREAM_LOOKS / self.core.timed)
                 self.streams_due = now + self.core.timed / STREAM_LOOKS
                 if self.streams is not None:
-                    self.streams.trim_old(STREAM_LOOKS + 1)
+                    self.streams.trim_old(looks + 1, STREAM_LOOKS + 1)
                 self.core.settle_streams(False)
         return self.memory.trim_stale(self.core.timed)
 

@@ -21,6 +21,8 @@ cdef class StreamCache(MemoryOwner):
     # Take out the idle blocks as old as `age` looks, in one chain, which nobody finds. `attach`
     # undoes it.
     cdef uint32_t detach(self, uint32_t age) noexcept nogil
+    # So many looks pass. The idle blocks that have come since the last one are one look old then.
+    cdef void grow_old(self, uint32_t looks) noexcept nogil
     cdef void attach(self, uint32_t chain) noexcept nogil
     # Its blocks are free in the pool, whose streams all may use them at once; or once this stream
     # has done what it was given; or they are another stream's. Bytes.
@@ -75,8 +77,8 @@ cdef class StreamCaches:
     cdef bint give_back_all(self, bint wait, uint32_t age) except -1
     # Blocks of dropped Buffers go from the hooks to the caches.
     cdef int collect(self) except -1
-    # A look of `trim_after`: what is as old as `age` of them.
-    cdef int trim_old(self, uint32_t age) except -1
+    # `looks` of `trim_after` at once: give back what is as old as `age` of them.
+    cdef int trim_old(self, uint32_t looks, uint32_t age) except -1
     # Another thread asks streams whether they are done with blocks, which are in no list then: wait
     # until it has them where they belong. False: none does.
     cdef bint wait_for_chains(self) except -1

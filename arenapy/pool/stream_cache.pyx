@@ -228,6 +228,20 @@ cdef class StreamCache(MemoryOwner):
         lent_leave(self.core)
         return chain
 
+    cdef void grow_old(self, uint32_t looks) noexcept nogil:
+        cdef Lent* lent = self.lent
+        cdef uint32_t at
+        cdef int i
+        lent_enter(self.core)
+        for i in range(sizeof(lent.heads) // sizeof(uint32_t) if looks > 1 else 0):
+            at = lent.heads[i]
+            while at:
+                if lent.nodes[at].look == lent.look:
+                    lent.nodes[at].look += looks - 1
+                at = lent.nodes[at].next
+        lent.look += looks
+        lent_leave(self.core)
+
     cdef void attach(self, uint32_t chain) noexcept nogil:
         cdef Lent* lent = self.lent
         cdef uint32_t at
@@ -664,11 +678,11 @@ cdef class StreamCaches:
             cache.hooks.collect(<PyObject*>cache, False)
         return 0
 
-    cdef int trim_old(self, uint32_t age) except -1:
+    cdef int trim_old(self, uint32_t looks, uint32_t age) except -1:
         cdef StreamCache cache
         cdef bint freed
         for cache in self.of_streams.copy().values():
-            cache.lent.look += 1
+            cache.grow_old(looks)
         freed = self.give_back_all(False, age)
         freed = self.settle_gone(None) > 0 or freed
         if self.settle_graphs(False) or freed:

@@ -7,6 +7,7 @@ next stream's. Others end with their object.
 
 import gc
 
+import cuda_support
 import hypothesis.strategies as st
 import pytest
 from cuda_acts import Acting
@@ -19,6 +20,7 @@ from test_cuda_resource import fake_core
 from arenapy import OutOfMemory, Pool, cuda
 
 HUNDRED = 100
+FEW = 40  # streams
 MAX_KEPT = 50  # streams of those that ended, by one block
 KINDS = {**KNOWN_OWNERS, **OTHER_OWNERS, **NOT_OWNERS}
 
@@ -174,3 +176,15 @@ def test_streams_that_come_and_go(monkeypatch, allocator, source):
         machine(f"{allocator}On{source}", host, ALLOCATORS[allocator], make, ComingMachine),
         share=10,
     )
+
+
+@pytest.mark.parametrize("allocator", cuda_support.ALLOCATORS)
+def test_a_stream_for_each_request(gpu, allocator):
+    """What ended streams have read keeps a few of them."""
+    one, host = cuda_support.ALLOCATORS[allocator](cuda.Device()), bytes(64)
+    for _ in range(300):
+        stream = cuda.Stream()
+        block = one.alloc(64).copy_from(host, stream=stream)
+        del block, stream
+        gpu.drain()
+        assert len(gpu.stream_handles.things) < FEW

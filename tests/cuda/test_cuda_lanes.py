@@ -4,6 +4,7 @@ import contextlib
 import gc
 import random
 import threading
+import time
 
 import pytest
 from capsules import Array
@@ -163,6 +164,16 @@ def test_a_closed_stream_gets_nothing(gpu):
     assert pool.stats().active_allocations == 1
     block.release()
     pool.check()
+
+
+def test_seldom_requests_give_it_back(gpu):
+    pool = Pool(None, cuda.Device(), trim_after=0.05)
+    pool.alloc(4 * MIB, stream=cuda.Stream()).release()
+    gpu.drain()
+    for _ in range(4):
+        time.sleep(0.1)
+        pool.alloc(256).release()
+    assert pool.stats().reserved_bytes <= 2 * MIB
 
 
 def test_a_thread_gives_it_back(gpu):

@@ -69,6 +69,23 @@ def test_one_stream_that_stands_still_keeps_its_own(gpu, library):
     assert len(library.alive) < 40 + 60
 
 
+def test_work_of_a_stream_is_asked_for_in_its_order(gpu, library):
+    """As long as the earlier is not over, nobody asks for the later."""
+    block = Pool(4 * MIB, cuda.Device()).alloc(N)
+    busy, other = cuda.Stream(), cuda.Stream()
+    for i in range(100):
+        block.copy_from(library.array(), stream=busy)
+        if i == 0:
+            event = busy.record()
+    asked = gpu.calls["cuEventQuery"]
+    other.synchronize()
+    assert gpu.calls["cuEventQuery"] == asked + 1
+    while not event.done:
+        gpu.step()
+    other.synchronize()
+    assert len(library.alive) < 100
+
+
 LOOKS = {
     "synchronize": lambda stream, event, pool, other, block: stream.synchronize(),
     "event": lambda stream, event, pool, other, block: event.synchronize(),

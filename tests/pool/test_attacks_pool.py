@@ -261,11 +261,11 @@ def test_memory_beside_a_block_in_use_gets_old(nbytes):
 def test_what_was_freed_just_now_stays(nbytes):
     pool = Pool(trim_after=0.5)
     blocks = [pool.alloc(nbytes) for _ in range(10 * MIB // nbytes)]
-    pool.alloc(nbytes).release()             # long before them
+    pool.alloc(nbytes).release()  # long before them
     time.sleep(0.6)
     blocks.clear()
     before = pool.stats().reserved_bytes
-    pool.alloc(nbytes).release()             # a look
+    pool.alloc(nbytes).release()  # a look
     assert pool.stats().reserved_bytes >= before - 2 * MIB
 
 
