@@ -47,13 +47,15 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_FOUND = 1
-OWN_ENDS = {os.EX_USAGE, os.EX_IOERR, os.EX_SOFTWARE}  # of the process that attacks
 HANGS_AFTER = 60.0  # seconds: a step that lasts longer is a failure
+ENDS_WITHIN = 10.0  # seconds, after the search
 ABORT_SECONDS = 5.0  # in which a process that hangs writes its stack
 LONGEST_LINE = 79
 LAST_WORDS = 60  # lines of the process's standard error
 MOST_DEATHS = 40  # of processes, without --seconds: each costs the start of another one
 REPORT = "report.json"
+OVER = REPORT + ".over"  # the status of a search that has ended
+CANNOT_WRITE = " cannot be written: "
 ATTACK = ("examples", "steps", "seconds", "shrink")
 PAGE = mmap.PAGESIZE
 MAX_STEPS = 1_000_000_000
@@ -121,7 +123,7 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
     The process goes on with the report in the folder, if there is one. The status is None if a step
     did not end: the process was killed.
     """
-    report, written = folder / REPORT, folder / "steps.jsonl"
+    report, over, written = folder / REPORT, folder / OVER, folder / "steps.jsonl"
     written.unlink(missing_ok=True)
     line = [sys.executable, "-P", "-m", "arenapy.testing.attack", json.dumps(job), str(report)]
     environment = {**for_late_libraries(os.environ), "ARENAPY_STEPS": str(written)}
@@ -131,7 +133,7 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
         open(os.memfd_create("errors"), "w+b") as errors,
         child_process(line, env=environment, stderr=errors) as process,
     ):
-        hangs = False
+        hangs, ended = False, 0.0
         began = time.monotonic()
         seen, since = -1, began
         while process.returncode is None:
@@ -143,6 +145,10 @@ def _attack(job: dict[str, Any], folder: Path) -> tuple[int | None, list[str], s
                 now = written.stat().st_mtime_ns if written.exists() else -1
                 if now != seen:
                     seen, since = now, time.monotonic()
+                elif over.exists():  # and the process ends, if children of the code let it
+                    ended = ended or time.monotonic()
+                    if time.monotonic() - ended > ENDS_WITHIN:
+                        process.kill()
                 elif time.monotonic() - since > HANGS_AFTER and not hangs:
                     hangs = True
                     process.send_signal(signal.SIGABRT)  # faulthandler writes the stack
@@ -179,9 +185,10 @@ def _search(
         status, lines, said = run(job, folder)
         found = json.loads(report.read_text()) if report.exists() else {}
         header = header or "".join(lines[:1])
-        # Or the attacked code has ended the process.
-        by_itself = (status == 0 and not found.get("searching", True)) or status in OWN_ENDS
-        if by_itself or (status is not None and status >= 0 and not lines):
+        over = folder / OVER
+        if over.exists():
+            return int(over.read_text()), found, header, words or said
+        if status is not None and status >= 0 and (not lines or CANNOT_WRITE in said):
             return status, found, header, words or said
         deaths += 1
         kind = "hang" if status is None else "crash"

@@ -66,7 +66,7 @@ cdef class Ordering(StreamHooks):
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept
     cdef Batch open_batch(self, StreamRef stream)
-    cdef bint close(self, Batch batch, bint wait) noexcept
+    cdef bint close(self, Batch batch, Py_ssize_t wait) noexcept
     cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept
     cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept
 

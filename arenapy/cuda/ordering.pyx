@@ -74,6 +74,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     FEW = 16                 # batches
+    DROP = -1                # instead of a number of blocks to wait for: do not even ask a context
     # An open batch of more bytes, or of more than such a part of all, gets its event at once: one
     # that is recorded only when memory is needed comes after all that the stream was given by then.
     OPEN_BYTES = 4 << 20
@@ -480,8 +481,7 @@ cdef class Ordering(StreamHooks):
             h.ended_next = <Hold*>head
         self.sort_arrived()
         if len(self.open) + len(self.batches) > self.most:   # now and then, let go of what is over
-            self.collect(owner, False)
-            self.most = max(<Py_ssize_t>FEW, 2 * (len(self.open) + len(self.batches)))
+            self.collect(owner, DROP)
         PyErr_Restore(kind, value, trace)
 
     cdef void sort_arrived(self) noexcept:
@@ -492,7 +492,7 @@ cdef class Ordering(StreamHooks):
             self.take_arrived()
             for batch in list(self.open):
                 if batch.nbytes > OPEN_BYTES or batch.nbytes > self.capacity // OPEN_SHARE:
-                    self.close(batch, False)
+                    self.close(batch, DROP)
             arenapy_store(&self.busy, 0)
             nobody = 0
 
@@ -539,11 +539,14 @@ cdef class Ordering(StreamHooks):
         self.open.append(batch)
         return batch
 
-    cdef bint close(self, Batch batch, bint wait) noexcept:
+    cdef bint close(self, Batch batch, Py_ssize_t wait) noexcept:
         """Make the fence of an open batch. False: not now, and it stays open."""
         cdef Fence fence = None
+        cdef StreamRef s = <StreamRef>batch.stream
         try:
-            fence = late_work_of(<StreamRef>batch.stream, wait)
+            # Of another one the fence is that all streams of its context have been waited for.
+            if wait != DROP or s.lasting or s.thread or s.of_allocator:
+                fence = late_work_of(s, wait > 0)
         except Exception:
             pass
         if fence is None:                    # a stream that captures had them before
@@ -557,7 +560,7 @@ cdef class Ordering(StreamHooks):
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
-        look(True, wait != 0)
+        look(True, wait > 0)
         # If the own stream is another thread's default one, the legacy stream would wait.
         if wait > 0 and self.own is not None and not self.host_accessible and not (
                 <StreamRef>self.own).gone() and not elsewhere(
@@ -667,11 +670,11 @@ cdef class Ordering(StreamHooks):
                     n += self.pass_on(owner, batch, over)
                     moved = True
                     self.vain = 0
-                elif self.close(batch, False):
+                elif self.close(batch, min(wait, <Py_ssize_t>0)):
                     self.vain = 0
-                elif wait and self.vain >= PATIENCE:
+                elif wait > 0 and self.vain >= PATIENCE:
                     self.close(batch, True)
-                elif wait:
+                elif wait > 0:
                     self.vain += 1
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
@@ -685,6 +688,7 @@ cdef class Ordering(StreamHooks):
             # that ends parks their blocks instead.)
             if not moved and n < wait < PY_SSIZE_T_MAX:
                 moved = any(self.close(batch, True) for batch in list(self.open))
+        self.most = max(<Py_ssize_t>FEW, 2 * (len(self.open) + len(self.batches)))
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         over.clear()                         # last: a stream's object may run code of the user

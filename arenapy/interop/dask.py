@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextvars
 import logging
 import sys
+import weakref
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from arenapy.cuda import Device
 from arenapy.cuda.driver import device_count
@@ -106,6 +107,8 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
 
     name = "arenapy"  # one for each worker: a second one takes the place of the first
     _of_process: ArenaPlugin | None = None
+    # Threads that began under an earlier plugin keep its Pool, and nobody else trims that.
+    _pools: ClassVar[weakref.WeakSet[Pool]] = weakref.WeakSet()
 
     pool: Pool
     device_pool: Pool | None = None
@@ -143,6 +146,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         from distributed.protocol import utils
 
         self.pool = Pool(**self._options)
+        self._pools.add(self.pool)
         self.trimmed_bytes = 0
         self._memory = numpy_memory(self.pool, threads=True)
         self._rss = worker.monitor.get_process_memory
@@ -169,7 +173,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             raise
 
     def teardown(self, worker: Any) -> None:
-        """Take it back. Arrays stay valid, and running tasks go on with the Pool."""
+        """Take it back. Arrays stay valid, and tasks and actors that run go on with the Pool."""
         if ArenaPlugin._of_process is not self:
             return
         for place, name, before, ours in self._replaced:
@@ -186,6 +190,7 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
             kept = {name: one for name, one in worker.metrics.items() if name not in self._served}
             worker.metrics = kept
         self._return_device()
+        self.pool.trim()
 
     def _return_device(self) -> None:
         self.device_pool = None
@@ -264,7 +269,9 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         if self._limit is not None and rss > self._limit:
             # Somewhat more, since spilling goes on while a single page is too much.
             excess = rss - self._limit + self._limit // ROOM
-            given_back = self.pool.trim(max(0, self.pool.stats().idle_bytes - excess))
+            given_back = sum(pool.trim() for pool in self._pools if pool is not self.pool)
+            keep = self.pool.stats().idle_bytes - max(0, excess - given_back)
+            given_back += self.pool.trim(max(0, keep))
             if given_back:
                 self.trimmed_bytes += given_back
                 rss = self._rss()

@@ -11,7 +11,9 @@ from libc.string cimport memset
 from arenapy.base.atomic cimport arenapy_spin_acquire, arenapy_spin_release
 from arenapy.buffer.block cimport Hold
 from arenapy.pool.hot_path cimport block_is_live
-from arenapy.pool.thread_cache cimport SLOTS_MOST, Entry, ThreadCache, Total, live_slots
+from arenapy.pool.thread_cache cimport (
+    SLOTS_MOST, Entry, ThreadCache, Total, live_slots, tick_now,
+)
 from arenapy.pool.page_heap cimport (
     BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Bins, Descriptor, Segment, has_live, id_of,
     scatter, slot_number, trimmable_of,
@@ -76,7 +78,7 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
     cdef Descriptor* d
     for i in range(1, c.top_slot + 1):
         if c.caches[i] != NULL:
-            now = max(now, c.caches[i].tick)
+            now = max(now, tick_now(c, c.caches[i]))
     for i in range(c.n_segments):
         s = &c.segments[c.order[i]]
         page = 0

@@ -23,16 +23,6 @@ cdef struct PoolFigures:
     Py_ssize_t regions
 
 cdef enum:
-    SAMPLES = 16
-
-# The operations of an eighth of `trim_after`: its beginning, and the last of them.
-cdef struct Sample:
-    double begun             # seconds
-    double seconds
-    uint32_t tick
-
-
-cdef enum:
     FINE_STEPS = 120         # the steps that have a bucket each; others share
     BUCKETS = 120 + 64
 
@@ -74,10 +64,6 @@ cdef struct Grower:
 
 cdef class PoolCore(ThreadCaches):
     cdef bint in_arrays      # NumPy has blocks for arrays' data, or had
-    cdef double timed        # trim_after, or -1
-    cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
-    cdef int n_samples
-    cdef uint32_t latest     # tick in one of them; under heap_lock
     cdef Leased leased               # under heap_lock
     cdef Hold* aside         # freed blocks that streams are at work on; under heap_lock
     cdef size_t pending_bytes[N_CLASSES]
@@ -109,9 +95,8 @@ cdef class PoolCore(ThreadCaches):
     cdef size_t reclaim_leases(self, Py_ssize_t most) noexcept nogil
     cdef PoolFigures figures(self) noexcept nogil
     cdef size_t largest_of(self, int k) noexcept nogil
-    # `timed`: take note of the time. The last tick that is `timed` seconds ago; False: none is.
-    cdef void note_time(self) noexcept nogil
-    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil
+    # With `timed`: as if something was freed, so that `stale_tick` finds that in time.
+    cdef void go_on_looking(self) noexcept nogil
     cdef size_t stale_pages(self, uint32_t tick) noexcept nogil
     cdef size_t exchange_peak(self, int64_t peak) noexcept nogil
     cdef void reset_peaks(self) noexcept nogil

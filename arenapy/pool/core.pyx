@@ -7,7 +7,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memmove, memset
+from libc.string cimport memset
 
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport (
@@ -16,13 +16,13 @@ from arenapy.base.atomic cimport (
 )
 from arenapy.buffer.block cimport GONE_CLOSED, HELD, Block, Hold, MemoryOwner
 from arenapy.pool.hot_path cimport (
-    block_is_live, cache_free, live_byte, magazine_of, named, push, tag_at,
+    block_is_live, cache_free, live_byte, named, push, tag_at,
 )
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (
     MAX_SEGMENTS, PAGE, PAGE_BITS, SLOTS_AT, SPAN, Descriptor, Pages, Segment, earlier, has_live,
-    is_idle, later, scatter, trimmable_of,
+    is_idle, scatter, trimmable_of,
 )
 from arenapy.memory.region cimport Region
 from arenapy.diagnostics.recorder cimport EVENT_ALLOC, EVENT_FREE
@@ -38,15 +38,7 @@ from arenapy.memory.children cimport Seen, children_ask, seen_add
 cdef extern from *:
     """
     #include <string.h>
-    #include <time.h>
-    /* The clock of the last timer interrupt: a few milliseconds off, and cheap. */
-    static inline double arenapy_coarse_seconds(void) {
-        struct timespec t;
-        clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
-        return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-    }
     """
-    double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
     void* memrchr(const void* bytes, int byte, size_t n) noexcept nogil
 
 cdef enum:
@@ -61,7 +53,7 @@ cdef class PoolCore(ThreadCaches):
     def __cinit__(self):
         self.what = "pool"
         self.recycles = True
-        self.timed = -1
+        self.timed, self.tick_step = -1, 1
         rank_spin(&self.lent_lock, RANK_STREAMS)
         self.shut = True                     # until `ready`
         self.set_fast_path_off(True)
@@ -129,10 +121,10 @@ cdef class PoolCore(ThreadCaches):
                 arenapy_spin_acquire(&self.heap_lock)
                 add_leased(&self.leased, hold)
                 arenapy_spin_release(&self.heap_lock)
+            if self.timed >= 0:
+                self.go_on_looking()
         else:
             self.free_claimed(ptr, block_id)
-        if self.timed >= 0:
-            self.note_time()
         return True
 
     cdef bint claim(self, uint64_t block_id) noexcept nogil:
@@ -157,17 +149,14 @@ cdef class PoolCore(ThreadCaches):
         cdef Descriptor* d = named(self, block_id)
         self.poison(<uintptr_t>ptr, <uintptr_t>ptr + self.size_of(block_id))
         biased_acquire(&f.lock)
+        self.note_free(f, d)
         arenapy_spin_acquire(&self.heap_lock)
-        if self.timed >= 0:                  # later than all that a sample of the clock has
-            f.tick = later(f.tick, self.latest) + 1
         arenapy_assert(
             self.pending_bytes[d.size_class] >= d.size, b"a block was pending before it is free")
         self.pending_bytes[d.size_class] -= d.size
         self.pending_blocks[d.size_class] -= 1
         arenapy_spin_release(&self.heap_lock)
         live_byte(self, block_id)[0] = 1    # as `push` expects it
-        if self.timed >= 0 and d.state == SPAN:
-            magazine_of(f, d.step).tick = f.tick
         push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
 
@@ -194,8 +183,6 @@ cdef class PoolCore(ThreadCaches):
                 free(hold)
                 seen = 0
             left -= 1
-        if freed and self.timed >= 0:
-            self.note_time()
         return freed
 
     cdef bint defer_free(self, Hold* hold) noexcept nogil:
@@ -222,8 +209,6 @@ cdef class PoolCore(ThreadCaches):
         arenapy_count(&self.n_held, -1)
         if not self.shut:
             self.free_claimed(<char*>hold.start, hold.tag)
-            if self.timed >= 0:
-                self.note_time()
         free(hold)
 
     # -- as the owner of Buffers
@@ -417,40 +402,11 @@ cdef class PoolCore(ThreadCaches):
                 break
         return most
 
-    # Samples of the clock tell when a tick was, so that blocks need not.
-
-    cdef void note_time(self) noexcept nogil:
-        cdef double now = coarse_seconds()
+    cdef void go_on_looking(self) noexcept nogil:
         cdef ThreadCache* f = self.own_cache()
-        cdef Sample* last
         biased_acquire(&f.lock)
-        arenapy_spin_acquire(&self.heap_lock)
-        # Each cache counts its own ticks. Here they meet, to be compared with a sample.
-        f.tick = self.latest = later(self.latest, f.tick)
-        last = &self.samples[max(self.n_samples - 1, 0)]
-        if self.n_samples == 0 or now - last.begun >= self.timed / 8:
-            if self.n_samples == SAMPLES:    # the oldest is long stale
-                memmove(self.samples, &self.samples[1], (SAMPLES - 1) * sizeof(Sample))
-                self.n_samples -= 1
-            last = &self.samples[self.n_samples]
-            last.begun = now
-            self.n_samples += 1
-        last.seconds, last.tick = now, f.tick
-        arenapy_spin_release(&self.heap_lock)
+        self.note_time(f)
         biased_release(&f.lock)
-
-    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil:
-        cdef double now = coarse_seconds()
-        cdef int i = 0
-        arenapy_spin_acquire(&self.heap_lock)
-        while i < self.n_samples and self.samples[i].seconds <= now - seconds:
-            i += 1
-        if i:
-            tick[0] = self.samples[i - 1].tick
-            self.n_samples -= i
-            memmove(self.samples, &self.samples[i], self.n_samples * sizeof(Sample))
-        arenapy_spin_release(&self.heap_lock)
-        return i > 0
 
     cdef size_t stale_pages(self, uint32_t tick) noexcept nogil:
         """Free pages that were not used since `tick`; what is older is flushed."""

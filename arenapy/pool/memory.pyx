@@ -28,6 +28,7 @@ from arenapy.pool.page_heap cimport (
     HUGE_PAGES, PAGE, PAGE_BITS, Descriptor, Place, Segment, have_spare, id_of,
 )
 from arenapy.pool.core cimport Grower, PoolCore
+from arenapy.pool.thread_cache cimport tick_now
 from arenapy.base.thread_slot cimport this_thread
 from arenapy.diagnostics.recorder cimport EVENT_GROW, EVENT_TRIM
 from arenapy.memory.region cimport Region
@@ -344,7 +345,8 @@ cdef class PoolMemory:
         self.n_reserved += 1
         self.reservations[region.address] = reservation
         try:
-            c.add_segment(region, region.page_size >> PAGE_BITS, NO_LIMIT, c.own_cache().tick)
+            c.add_segment(
+                region, region.page_size >> PAGE_BITS, NO_LIMIT, tick_now(c, c.own_cache()))
         except BaseException:
             del self.reservations[region.address]
             raise
@@ -373,7 +375,7 @@ cdef class PoolMemory:
             done = True
         finally:                             # without a call of Python's, which may fail
             arenapy_spin_acquire(&c.heap_lock)
-            c.end_growth(id, done, c.own_cache().tick)
+            c.end_growth(id, done, tick_now(c, c.own_cache()))
             self.most_pages = max(self.most_pages, c.reserved_pages)
             self.note_growth(0 if lazily or not done else nbytes, stop - start, cpu_stop - cpu)
             arenapy_sub(&c.in_transit, 1)
@@ -542,7 +544,8 @@ cdef class PoolMemory:
         check_unseen(self.core, region)
         region.pin_unused()                  # another thread may close it as soon as it is here
         try:
-            self.core.add_segment(region, 0, self.max_pages, self.core.own_cache().tick)
+            self.core.add_segment(
+                region, 0, self.max_pages, tick_now(self.core, self.core.own_cache()))
         finally:
             region.unpin()
         if region.checked:                   # a file may shrink
@@ -722,7 +725,7 @@ cdef class PoolMemory:
             if start >= self.leases_due:
                 c.reclaim_leases(LEASES_ASKED + min(c.leased.n // 4, LEASES_MOST))
                 self.leases_due = start + (now(CLOCK_MONOTONIC) - start) * LEASES_SHARE
-            c.note_time()
+            c.go_on_looking()
         c.flush_all(True, &tick)
         pages = c.stale_pages(tick)
         return self.trim(pages) if pages else 0

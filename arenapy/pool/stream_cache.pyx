@@ -680,13 +680,11 @@ cdef class StreamCaches:
 
     cdef int trim_old(self, uint32_t looks, uint32_t age) except -1:
         cdef StreamCache cache
-        cdef bint freed
         for cache in self.of_streams.copy().values():
             cache.grow_old(looks)
-        freed = self.give_back_all(False, age)
-        freed = self.settle_gone(None) > 0 or freed
-        if self.settle_graphs(False) or freed:
-            self.core.note_time()            # from which on it is idle
+        self.give_back_all(False, age)
+        self.settle_gone(None)
+        self.settle_graphs(False)
         return 0
 
     cdef bint wait_for_chains(self) except -1:

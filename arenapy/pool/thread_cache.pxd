@@ -56,7 +56,7 @@ cdef struct Magazine:
     uint64_t allocations     # ever. Frees are `allocations` + n - `arrived`.
     int64_t arrived          # slots from spans and depots, less slots moved there
     Entry* items             # MAGAZINE_MOST, in the order in which they were freed
-    uint32_t tick            # with `trim_after`: when a slot was freed last
+    uint32_t tick            # with `trim_after`: that of the cache when a slot was freed last
     uint32_t unused
 
 # What caches have added up, of a class or of all. All that is live is `live` and the caches' own.
@@ -70,7 +70,9 @@ cdef struct Total:
 # compilers make vectors, whose loads wait for the scalar stores before them.)
 cdef struct ThreadCache:
     BiasedLock lock
-    uint32_t tick            # allocations and frees above 32 KiB through it; ages are told by it
+    # Ages are told by it: allocations and frees above 32 KiB through it, or with `trim_after`
+    # `ThreadCaches.latest` as it was at its last free.
+    uint32_t tick
     uint32_t n_large
     Level level              # of all classes
     uint64_t freed           # bytes of blocks above 32 KiB
@@ -117,6 +119,15 @@ cdef struct Asked:
     uint64_t splits[N_CLASSES]
 
 
+cdef enum:
+    SAMPLES = 16
+
+# A tick of `trim_after`, and when something was freed last in it.
+cdef struct Sample:
+    uint32_t tick
+    double seconds
+
+
 cdef class ThreadCaches(Segments):
     # The cache that the short way takes, by the slot of the thread. While the thread has none, or
     # the fast path is off, a lock that nobody owns. (Not under a lock: read it by quick_cache.)
@@ -135,6 +146,14 @@ cdef class ThreadCaches(Segments):
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
+    cdef uint32_t tick_step  # what an operation above 32 KiB adds to a tick: 1, or 0 if `timed`
+    cdef double timed        # trim_after, or -1
+    # With it, a tick is an eighth of that time in which something was freed. So ticks do not go
+    # round while memory stays idle; those of operations would, in minutes.
+    cdef uint32_t latest     # tick, of all threads; under heap_lock, or a glance
+    cdef double begun        # seconds: the beginning of it
+    cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
+    cdef int n_samples
     cdef bint tight          # more than half of what may be reserved is; a glance
     cdef uint32_t partial[N_SMALL]       # SPANs with slots in the heap; by step, linked by next
     cdef size_t taken[N_CLASSES]         # pages of BLOCKs and SPANs; under heap_lock, as are these:
@@ -158,6 +177,11 @@ cdef class ThreadCaches(Segments):
     # Free them as if they had never been taken.
     cdef void heap_alloc_undo(self, Py_ssize_t n, const Entry* blocks, const Asked* asked,
                               const int64_t* peaks) noexcept nogil
+    # Before `push`, with the cache's lock: in the latest tick, or a new one.
+    cdef void note_free(self, ThreadCache* f, Descriptor* d) noexcept nogil
+    cdef void note_time(self, ThreadCache* f) noexcept nogil
+    # The last tick that is over for so many seconds; False: none is.
+    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil
     cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil
     # Grow a live block in place, so that it has n bytes; `miss`: there was memory got for it. Else
     # nothing has changed, and `missing` is how many pages it needs behind it; 0: it is a small one.
@@ -196,3 +220,8 @@ cdef class ThreadCaches(Segments):
     cdef void flush_small(self, ThreadCache* f, int s, uint32_t keep, uint32_t tick) noexcept nogil
     cdef void flush_large(self, ThreadCache* f, const uint32_t* until) noexcept nogil
     cdef void heap_free(self, uint32_t id) noexcept nogil
+
+
+# The tick of what happens now. A cache's own may be that of its thread's last free.
+cdef inline uint32_t tick_now(ThreadCaches c, ThreadCache* f) noexcept nogil:
+    return f.tick if c.timed < 0 else c.latest

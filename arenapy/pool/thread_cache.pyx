@@ -27,8 +27,8 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr
 from libc.string cimport memcpy, memmove
 
 from arenapy.pool.hot_path cimport (
-    block_is_valid, count_block, discount_block, forbid_block, magazine_is_valid, named, pop,
-    push, skewed, tag_at,
+    block_is_valid, count_block, discount_block, forbid_block, magazine_is_valid, magazine_of,
+    named, pop, push, skewed, tag_at,
 )
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport arenapy_load_ptr, arenapy_store_ptr
@@ -53,6 +53,18 @@ from arenapy.linux.reserved_space cimport (
 from arenapy.base.thread_slot cimport (
     N_SLOTS, RANK_BIRTHS, RANK_CACHE, RANK_DEPOT, cache_number, slot_offset,
 )
+
+cdef extern from *:
+    """
+    #include <time.h>
+    /* The clock of the last timer interrupt: a few milliseconds off, and cheap. */
+    static inline double arenapy_coarse_seconds(void) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+        return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    }
+    """
+    double coarse_seconds "arenapy_coarse_seconds" () noexcept nogil
 
 cdef enum:
     # What a thread cache holds of one step up to 32 KiB; or MAGAZINE_MOST slots if that is less.
@@ -231,9 +243,11 @@ cdef class ThreadCaches(Segments):
 
     cdef bint shared_free(self, char* ptr, uint64_t block_id) noexcept nogil:
         cdef ThreadCache* f = self.own_cache()
+        cdef Descriptor* d = named(self, block_id)
         cdef bint was_live
         biased_acquire(&f.lock)
-        was_live = push(self, f, named(self, block_id), ptr, block_id)
+        self.note_free(f, d)
+        was_live = push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
         return was_live
 
@@ -244,7 +258,10 @@ cdef class ThreadCaches(Segments):
         cdef bint was_live
         biased_acquire(&f.lock)
         block_id = tag_at(self, ptr, &d)
-        was_live = block_id != 0 and push(self, f, d, ptr, block_id)
+        was_live = block_id != 0
+        if was_live:
+            self.note_free(f, d)
+            was_live = push(self, f, d, ptr, block_id)
         biased_release(&f.lock)
         return was_live
 
@@ -334,8 +351,8 @@ cdef class ThreadCaches(Segments):
                 count_block(f, d)
                 if miss:
                     self.count_asked(d.size_class, True, NULL)
-                f.tick += 1
-                d.tick = f.tick
+                f.tick += self.tick_step
+                d.tick = tick_now(self, f)
                 done = True
             else:
                 missing[0] = <uint32_t>pages
@@ -415,6 +432,7 @@ cdef class ThreadCaches(Segments):
         for i in range(n - 1, -1, -1):
             d = &self.descriptors[id_of(blocks[i].block_id)]
             size = d.size
+            self.note_free(f, d)
             if d.state == SPAN:
                 push(self, f, d, blocks[i].ptr, blocks[i].block_id)
                 f.small[d.step].allocations -= 1         # and so one free less
@@ -451,8 +469,8 @@ cdef class ThreadCaches(Segments):
         if split and not miss:
             self.count_asked(d.size_class, False, asked)
         self.taken[d.size_class] += pages
-        f.tick += 1
-        d.tick = f.tick
+        f.tick += self.tick_step
+        d.tick = tick_now(self, f)
         d.live = 1
         block_id[0] = block_name(id)
         if self.n_caches > 1:
@@ -502,7 +520,7 @@ cdef class ThreadCaches(Segments):
                 self.count_asked(d.size_class, False, asked)
             self.taken[d.size_class] += d.pages
         d = &self.descriptors[id]
-        d.tick = f.tick
+        d.tick = tick_now(self, f)
         if self.n_caches > 1:
             self.add_up(f, d.size_class, False)
         base = <char*>d.address
@@ -528,6 +546,44 @@ cdef class ThreadCaches(Segments):
 
     # -- and back
 
+    cdef void note_free(self, ThreadCache* f, Descriptor* d) noexcept nogil:
+        if self.timed < 0:
+            return
+        self.note_time(f)
+        if d.state == SPAN:
+            magazine_of(f, d.step).tick = f.tick
+
+    cdef void note_time(self, ThreadCache* f) noexcept nogil:
+        cdef double now = coarse_seconds()
+        cdef bint due
+        arenapy_spin_acquire(&self.heap_lock)
+        due = now - self.begun >= self.timed / 8 and now != self.begun
+        if due:
+            self.latest += 1
+            self.begun = now
+        if due or self.n_samples == 0:
+            if self.n_samples == SAMPLES:    # the oldest is long stale
+                memmove(self.samples, &self.samples[1], (SAMPLES - 1) * sizeof(Sample))
+                self.n_samples -= 1
+            self.samples[self.n_samples].tick = self.latest
+            self.n_samples += 1
+        self.samples[self.n_samples - 1].seconds = now
+        f.tick = self.latest
+        arenapy_spin_release(&self.heap_lock)
+
+    cdef bint stale_tick(self, double seconds, uint32_t* tick) noexcept nogil:
+        cdef double now = coarse_seconds()
+        cdef int i = 0
+        arenapy_spin_acquire(&self.heap_lock)
+        while i < self.n_samples and self.samples[i].seconds <= now - seconds:
+            i += 1
+        if i:
+            tick[0] = self.samples[i - 1].tick
+            self.n_samples -= i
+            memmove(self.samples, &self.samples[i], self.n_samples * sizeof(Sample))
+        arenapy_spin_release(&self.heap_lock)
+        return i > 0
+
     cdef bint full_free(self, ThreadCache* f, char* ptr, uint64_t block_id) noexcept nogil:
         """Free a block when its place in the thread cache is full, or it has none."""
         cdef Descriptor* d = named(self, block_id)
@@ -552,7 +608,7 @@ cdef class ThreadCaches(Segments):
             return False
         d.live = 0
         discount_block(f, d)
-        f.tick += 1
+        f.tick += self.tick_step
         d.tick = f.tick
         forbid_block(self, d, ptr)
         arenapy_spin_acquire(&self.heap_lock)
@@ -777,7 +833,7 @@ cdef class ThreadCaches(Segments):
             arenapy_spin_acquire(&self.heap_lock)
             for s in range(N_SMALL):
                 if until == NULL:
-                    self.flush_small(f, s, 0, f.tick)
+                    self.flush_small(f, s, 0, tick_now(self, f))
                 elif not earlier(until[0], f.small[s].tick):
                     self.flush_small(f, s, 0, f.small[s].tick)
             self.flush_large(f, until)

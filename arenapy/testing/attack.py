@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from arenapy.testing.threads import TwoThreadMachine
 __all__ = ["AdapterMachine", "attack", "machine_for"]
 
 MODULE = "arenapy.testing.attack"  # also where this is __main__
+OVER = ".over"
 ROUND = 100  # examples by default
 C_ALIGN = 8  # what malloc() aligns even a byte to, in the libraries that are attacked
 
@@ -246,8 +248,8 @@ def attack(
 def main(argv: Sequence[str]) -> int:
     """Run one attack as JSON says, or go on with the one that left a report; write what it found.
 
-    The report is written before each example: a crash leaves what was found so far. The status is 0
-    or one of the three below. With any other one, the attacked code has ended the process.
+    The report is written before each example: a crash leaves what was found so far. At the end it
+    writes its status beside it: what the process does afterwards is no finding.
     """
     job, report = argv
     told = json.loads(job)
@@ -257,17 +259,25 @@ def main(argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return os.EX_USAGE
     before = _read(report) if os.path.exists(report) else Tally()
+    status = 0
     told["attack"]["start"] += before.examples  # other programs
     faulthandler.enable()
     try:
-        attack(machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally))
+        try:
+            attack(
+                machine, **told["attack"], before=before, watch=lambda tally: _write(report, tally)
+            )
+        except OSError:
+            raise
+        except BaseException:
+            traceback.print_exc()
+            status = os.EX_SOFTWARE
+        with open(report + OVER, "w", encoding="utf-8") as file:
+            file.write(str(status))
     except OSError as error:  # and none of the allocator's, which are findings
         print(f"{os.path.dirname(report)} cannot be written: {error}", file=sys.stderr)
         return os.EX_IOERR
-    except BaseException:
-        traceback.print_exc()
-        return os.EX_SOFTWARE
-    return 0
+    return status
 
 
 def _write(report: str, tally: Tally) -> None:
@@ -298,7 +308,8 @@ def _end(code: int) -> None:
     """The search is over, whatever the attacked code still has: threads to wait for, or timers."""
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+        with suppress(OSError, ValueError):
+            stream.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
 

@@ -356,6 +356,26 @@ def test_what_others_changed_meanwhile_stays_theirs(distributed, monkeypatch):
     assert (worker.execute, of_process()) == (execute, before)
 
 
+def test_a_second_plugin_returns_what_the_first_keeps(distributed):
+    worker, plugins = a_worker(), [ArenaPlugin(), ArenaPlugin()]
+    worker.memory_manager.memory_limit = 1 << 20
+    kept = []
+    for plugin in plugins:
+        plugin.setup(worker)
+        kept.append(plugin.pool.alloc(16 << 20))
+        worker.monitor.get_process_memory()
+        if plugin is plugins[0]:
+            plugin.teardown(worker)
+            assert plugin.pool.stats().idle_bytes == 0
+    kept.clear()
+    assert plugins[0].pool.stats().idle_bytes >= 16 << 20
+    plugins[1]._rss = lambda: 1 << 30
+    worker.monitor.get_process_memory()
+    assert [plugin.pool.stats().idle_bytes for plugin in plugins] == [0, 0]
+    assert plugins[1].trimmed_bytes >= 32 << 20
+    plugins[1].teardown(worker)
+
+
 def test_a_worker_that_lacks_something_has_no_plugin(distributed):
     worker, before = a_worker(), of_process()
     execute, worker.metrics = worker.execute, ()
@@ -613,7 +633,9 @@ def test_a_heartbeat_looks_at_the_pool_once(distributed, monkeypatch):
         looks = []
         stats = plugin.pool.stats
         monkeypatch.setattr(
-            plugin, "pool", types.SimpleNamespace(stats=lambda: looks.append(1) or stats())
+            plugin,
+            "pool",
+            types.SimpleNamespace(stats=lambda: looks.append(1) or stats(), trim=lambda: 0),
         )
         for _ in range(2):
             del looks[:]

@@ -269,11 +269,36 @@ def test_what_was_freed_just_now_stays(nbytes):
     assert pool.stats().reserved_bytes >= before - 2 * MIB
 
 
+def test_what_a_new_thread_prewarms_stays():
+    """It has freed nothing itself, and others have."""
+    pool = Pool(trim_after=0.2)
+    until = time.monotonic() + 0.4
+    while time.monotonic() < until:
+        pool.alloc(100_000).release()
+
+    def work():
+        pool.prewarm({MIB: 20})
+        before = pool.stats().reserved_bytes
+        pool.alloc(100).release()  # a look
+        assert pool.stats().reserved_bytes >= before
+
+    in_threads(work)
+
+
+def test_ages_are_told_by_time():
+    """With `trim_after`. Those by operations go round within minutes."""
+    pool = Pool(trim_after=600.0)
+    pool.alloc(MIB).release()
+    for _ in range(10_000):
+        pool.alloc(40_000).release()
+    assert max(block.age for block in pool.blocks()) <= 1
+
+
 def test_a_block_is_as_old_as_its_own_free():
     """And not as the last one that its thread freed: another one may have been at work since."""
-    pool = Pool(trim_after=60.0)
+    pool = Pool(trim_after=0.2)
     block = pool.alloc(1 << 20)
-    in_threads(lambda: [pool.alloc(100_000).release() for _ in range(1000)])
+    in_threads(lambda: [pool.alloc(100_000).release() or time.sleep(0.0005) for _ in range(1000)])
     block.release()
     ages = {one.nbytes: one.age for one in pool.blocks()}
     assert ages[1 << 20] == 0, ages

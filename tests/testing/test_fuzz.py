@@ -21,7 +21,7 @@ import planted_toys
 import pytest
 from hypothesis import strategies as st
 
-from arenapy.commands.fuzz import MOST_DEATHS, _search, _show_progress, main
+from arenapy.commands.fuzz import MOST_DEATHS, OVER, _search, _show_progress, main
 from arenapy.testing import AllocatorMachine
 from arenapy.testing.adapters import Adapter, CLibrary, address_of
 from arenapy.testing.attack import attack, machine_for
@@ -500,6 +500,8 @@ class Processes:
         status, seconds, searching = self.ends.pop(0) if self.ends else (0, 0, False)
         report |= {"examples": report.get("examples", 0) + 1, "searching": searching}
         file.write_text(json.dumps(report))
+        if status == 0 and not searching:
+            (folder / OVER).write_text("0")
         self.clock.now += seconds
         return status, STEPS, f"process {len(self.limits)}"
 
@@ -529,7 +531,7 @@ def test_a_process_that_ends_by_itself_is_a_death(tmp_path, monkeypatch, searchi
     assert processes.search(tmp_path)[1] == ["crash"] * searching
 
 
-@pytest.mark.parametrize(("calls", "status"), [(1, 0), (4, 0), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("calls", "status"), [(1, 0), (4, 0), (4, 2), (4, os.EX_IOERR)])
 def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, calls, status):
     text = f"""
         import itertools, os
@@ -550,9 +552,13 @@ def test_an_allocator_that_ends_the_process_is_found(tmp_path, monkeypatch, call
 
 
 def test_the_end_of_an_attack_is_that_of_a_program(tmp_path, monkeypatch):
+    """And no finding, whatever it is."""
     text = """
-        import atexit, ctypes
+        import atexit, ctypes, os, sys
 
+        atexit.register(os.kill, os.getpid(), 9)
+        atexit.register(ctypes.CDLL(None).fflush, None)
+        atexit.register(sys.stdout.flush)
         atexit.register(open, "ended", "w")
         ctypes.CDLL(None).printf(b"words of C\\n")
         print("words of Python")
