@@ -74,7 +74,7 @@ cdef extern from "Python.h":
 
 cdef enum:
     FEW = 16                 # batches
-    DROP = -1                # instead of a number of blocks to wait for: do not even ask a context
+    DROP = -2                # for `wait`: a block was dropped, so do not even wait for a context
     # An open batch of more bytes, or of more than such a part of all, gets its event at once: one
     # that is recorded only when memory is needed comes after all that the stream was given by then.
     OPEN_BYTES = 4 << 20
@@ -560,7 +560,7 @@ cdef class Ordering(StreamHooks):
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
         # A device's own stream waits for the others; this thread has to where the host looks.
         cdef StreamRef waiter = None
-        look(True, wait > 0)
+        look(True, wait != 0 and wait != DROP)
         # If the own stream is another thread's default one, the legacy stream would wait.
         if wait > 0 and self.own is not None and not self.host_accessible and not (
                 <StreamRef>self.own).gone() and not elsewhere(
@@ -670,11 +670,13 @@ cdef class Ordering(StreamHooks):
                     n += self.pass_on(owner, batch, over)
                     moved = True
                     self.vain = 0
-                elif self.close(batch, min(wait, <Py_ssize_t>0)):
+                elif self.close(batch, DROP if wait == DROP else 0):
                     self.vain = 0
-                elif wait > 0 and self.vain >= PATIENCE:
+                elif wait == 0 or wait == DROP:
+                    continue
+                elif self.vain >= PATIENCE:
                     self.close(batch, True)
-                elif wait > 0:
+                else:
                     self.vain += 1
             for batch in list(self.batches):
                 if batch.asked == self.n_advances:
