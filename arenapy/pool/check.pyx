@@ -15,8 +15,8 @@ from arenapy.pool.thread_cache cimport (
     SLOTS_MOST, Entry, ThreadCache, Total, live_slots, tick_now,
 )
 from arenapy.pool.page_heap cimport (
-    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Bins, Descriptor, Segment, has_live, id_of,
-    scatter, slot_number, trimmable_of,
+    BLOCK, BUSY, FREE, ODD, PAGE_BITS, SPAN, VOID, Bins, Descriptor, Segment, earlier, has_live,
+    id_of, scatter, slot_number, trimmable_of,
 )
 from arenapy.pool.core cimport (
     BUCKETS, ClassFigures, Lent, Node, PoolCore, PoolFigures, lent_bucket, lent_enter, lent_leave,
@@ -70,15 +70,20 @@ cdef void add(
     found.n += 1
 
 
+cdef inline uint32_t age(uint32_t now, uint32_t tick) noexcept nogil:
+    """With `trim_after`, a block that was handed out may have a tick of the future."""
+    return 0 if earlier(now, tick) else now - tick
+
+
 cdef void collect(PoolCore c, List* found) noexcept nogil:
     """All blocks, by address; all locks held."""
     cdef uint32_t page, slot, now = 0
-    cdef int i, k
+    cdef int i, k, shift = c.timed >= 0  # two ticks are one then
     cdef Segment* s
     cdef Descriptor* d
     for i in range(1, c.top_slot + 1):
         if c.caches[i] != NULL:
-            now = max(now, tick_now(c, c.caches[i]))
+            now = max(now, tick_now(c, c.caches[i]) | shift)
     for i in range(c.n_segments):
         s = &c.segments[c.order[i]]
         page = 0
@@ -88,9 +93,9 @@ cdef void collect(PoolCore c, List* found) noexcept nogil:
                 for slot in range(c.steps[d.step].slots):
                     k = LIVE if d.slots[slot] else IDLE
                     add(found, d.address + slot * c.steps[d.step].size, c.steps[d.step].size,
-                        now - d.tick, k)
+                        age(now, d.tick) >> shift, k)
             elif d.state in (BLOCK, ODD, FREE):
-                add(found, d.address, <size_t>d.pages << PAGE_BITS, now - d.tick,
+                add(found, d.address, <size_t>d.pages << PAGE_BITS, age(now, d.tick) >> shift,
                     LIVE if d.live else IDLE)
             page += d.pages
 

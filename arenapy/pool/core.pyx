@@ -53,7 +53,7 @@ cdef class PoolCore(ThreadCaches):
     def __cinit__(self):
         self.what = "pool"
         self.recycles = True
-        self.timed, self.tick_step = -1, 1
+        self.timed = -1
         rank_spin(&self.lent_lock, RANK_STREAMS)
         self.shut = True                     # until `ready`
         self.set_fast_path_off(True)

@@ -246,7 +246,7 @@ cdef inline char* pop_block(
     arenapy_assert(n <= d.size, b"a block has the bytes that were asked for")
     f.large[s - N_SMALL] = d.next
     f.n_large -= 1
-    f.tick += c.tick_step
+    f.tick += 1
     d.tick = f.tick
     block_id[0] = block_name(id)
     d.live = 1
@@ -298,7 +298,7 @@ cdef inline bint push_block(
     if not likely(f.n_large < LARGE_MOST) or not likely(d.live):
         return False
     d.live = 0
-    f.tick += c.tick_step
+    f.tick += 1
     d.detail.taken = d.tick
     d.tick = f.tick
     head = &f.large[d.step - N_SMALL]

@@ -181,7 +181,6 @@ rounding='step', debug=None, *, trim_thread=False, stream=None)\n--\n
         self.max_bytes, self.on_oom, self.trim_after = max_bytes, on_oom, trim_after
         self.rounding, self.debug = str.__str__(rounding), core.watch(debug, verify)
         core.timed = -1 if trim_after is None else trim_after
-        core.tick_step = trim_after is None
         core.adopt(source, stream)
         machine = machine_nbytes() if core.hooks is None else DEVICE_ROOM
         most = machine if max_bytes is None else <size_t>max_bytes

@@ -70,8 +70,8 @@ cdef struct Total:
 # compilers make vectors, whose loads wait for the scalar stores before them.)
 cdef struct ThreadCache:
     BiasedLock lock
-    # Ages are told by it: allocations and frees above 32 KiB through it, or with `trim_after`
-    # `ThreadCaches.latest` as it was at its last free.
+    # Ages are told by it: allocations and frees above 32 KiB through it. With `trim_after`, each free
+    # begins with `ThreadCaches.latest` instead.
     uint32_t tick
     uint32_t n_large
     Level level              # of all classes
@@ -146,11 +146,11 @@ cdef class ThreadCaches(Segments):
     cdef Total totals[N_CLASSES + 1]     # by class, and of all; under heap_lock
     cdef arenapy_spin births             # held while one is added
     cdef int rounding        # ROUND_*
-    cdef uint32_t tick_step  # what an operation above 32 KiB adds to a tick: 1, or 0 if `timed`
     cdef double timed        # trim_after, or -1
-    # With it, a tick is an eighth of that time in which something was freed. So ticks do not go
-    # round while memory stays idle; those of operations would, in minutes.
-    cdef uint32_t latest     # tick, of all threads; under heap_lock, or a glance
+    # With it, two ticks are an eighth of that time in which something was freed. So ticks do not go
+    # round while memory stays idle; those of operations would, in minutes. Each free begins with
+    # the first of the two, and ends with the second one, if the block is above 32 KiB.
+    cdef uint32_t latest     # the first, of all threads; under heap_lock, or a glance
     cdef double begun        # seconds: the beginning of it
     cdef Sample[SAMPLES] samples     # oldest first; under heap_lock
     cdef int n_samples

@@ -351,7 +351,7 @@ cdef class ThreadCaches(Segments):
                 count_block(f, d)
                 if miss:
                     self.count_asked(d.size_class, True, NULL)
-                f.tick += self.tick_step
+                f.tick += 1
                 d.tick = tick_now(self, f)
                 done = True
             else:
@@ -469,7 +469,7 @@ cdef class ThreadCaches(Segments):
         if split and not miss:
             self.count_asked(d.size_class, False, asked)
         self.taken[d.size_class] += pages
-        f.tick += self.tick_step
+        f.tick += 1
         d.tick = tick_now(self, f)
         d.live = 1
         block_id[0] = block_name(id)
@@ -559,13 +559,13 @@ cdef class ThreadCaches(Segments):
         arenapy_spin_acquire(&self.heap_lock)
         due = now - self.begun >= self.timed / 8 and now != self.begun
         if due:
-            self.latest += 1
+            self.latest += 2
             self.begun = now
         if due or self.n_samples == 0:
             if self.n_samples == SAMPLES:    # the oldest is long stale
                 memmove(self.samples, &self.samples[1], (SAMPLES - 1) * sizeof(Sample))
                 self.n_samples -= 1
-            self.samples[self.n_samples].tick = self.latest
+            self.samples[self.n_samples].tick = self.latest + 1
             self.n_samples += 1
         self.samples[self.n_samples - 1].seconds = now
         f.tick = self.latest
@@ -608,7 +608,7 @@ cdef class ThreadCaches(Segments):
             return False
         d.live = 0
         discount_block(f, d)
-        f.tick += self.tick_step
+        f.tick += 1
         d.tick = f.tick
         forbid_block(self, d, ptr)
         arenapy_spin_acquire(&self.heap_lock)

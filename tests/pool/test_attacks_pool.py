@@ -291,7 +291,9 @@ def test_ages_are_told_by_time():
     pool.alloc(MIB).release()
     for _ in range(10_000):
         pool.alloc(40_000).release()
+    blocks = [pool.alloc(40_000) for _ in range(500)]
     assert max(block.age for block in pool.blocks()) <= 1
+    del blocks
 
 
 def test_a_block_is_as_old_as_its_own_free():
