@@ -70,8 +70,8 @@ cdef struct Total:
 # compilers make vectors, whose loads wait for the scalar stores before them.)
 cdef struct ThreadCache:
     BiasedLock lock
-    # Ages are told by it: allocations and frees above 32 KiB through it. With `trim_after`, each free
-    # begins with `ThreadCaches.latest` instead.
+    # Ages are told by it: allocations and frees above 32 KiB through it. With `trim_after`, each
+    # free begins with `ThreadCaches.latest` instead.
     uint32_t tick
     uint32_t n_large
     Level level              # of all classes
