@@ -269,7 +269,11 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
         if self._limit is not None and rss > self._limit:
             # Somewhat more, since spilling goes on while a single page is too much.
             excess = rss - self._limit + self._limit // ROOM
-            given_back = sum(pool.trim() for pool in self._pools if pool is not self.pool)
+            given_back = 0
+            for pool in self._pools:
+                if pool is not self.pool:
+                    with suppress(ValueError):  # a forked child's, or closed
+                        given_back += pool.trim()
             keep = self.pool.stats().idle_bytes - max(0, excess - given_back)
             given_back += self.pool.trim(max(0, keep))
             if given_back:

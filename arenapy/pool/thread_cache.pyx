@@ -555,6 +555,7 @@ cdef class ThreadCaches(Segments):
 
     cdef void note_time(self, ThreadCache* f) noexcept nogil:
         cdef double now = coarse_seconds()
+        cdef Sample* last
         cdef bint due
         arenapy_spin_acquire(&self.heap_lock)
         due = now - self.begun >= self.timed / 8 and now != self.begun
@@ -565,9 +566,10 @@ cdef class ThreadCaches(Segments):
             if self.n_samples == SAMPLES:    # the oldest is long stale
                 memmove(self.samples, &self.samples[1], (SAMPLES - 1) * sizeof(Sample))
                 self.n_samples -= 1
-            self.samples[self.n_samples].tick = self.latest + 1
+            self.samples[self.n_samples] = Sample(self.latest + 1, now)
             self.n_samples += 1
-        self.samples[self.n_samples - 1].seconds = now
+        last = &self.samples[self.n_samples - 1]
+        last.seconds = max(last.seconds, now)    # another thread may have looked later
         f.tick = self.latest
         arenapy_spin_release(&self.heap_lock)
 

@@ -257,6 +257,7 @@ def main(argv: Sequence[str]) -> int:
         machine = machine_for(**told["machine"])
     except ValueError as error:
         print(error, file=sys.stderr)
+        _say_over(report, os.EX_USAGE)
         return os.EX_USAGE
     before = _read(report) if os.path.exists(report) else Tally()
     status = 0
@@ -272,12 +273,17 @@ def main(argv: Sequence[str]) -> int:
         except BaseException:
             traceback.print_exc()
             status = os.EX_SOFTWARE
-        with open(report + OVER, "w", encoding="utf-8") as file:
-            file.write(str(status))
+        _say_over(report, status)
     except OSError as error:  # and none of the allocator's, which are findings
         print(f"{os.path.dirname(report)} cannot be written: {error}", file=sys.stderr)
         return os.EX_IOERR
     return status
+
+
+def _say_over(report: str, status: int) -> None:
+    with open(report + OVER + ".new", "w", encoding="utf-8") as file:
+        file.write(str(status))
+    os.replace(report + OVER + ".new", report + OVER)
 
 
 def _write(report: str, tally: Tally) -> None:
