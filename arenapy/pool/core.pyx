@@ -15,9 +15,7 @@ from arenapy.base.atomic cimport (
     arenapy_spin_release, rank_spin,
 )
 from arenapy.buffer.block cimport GONE_CLOSED, HELD, Block, Hold, MemoryOwner
-from arenapy.pool.hot_path cimport (
-    block_is_live, cache_free, live_byte, named, push, tag_at,
-)
+from arenapy.pool.hot_path cimport block_is_live, cache_free, live_byte, named, push, tag_at
 from arenapy.pool.thread_cache cimport Asked, ThreadCache, ThreadCaches, Total, live_slots
 from arenapy.base.biased_lock cimport biased_acquire, biased_alone, biased_release
 from arenapy.pool.page_heap cimport (

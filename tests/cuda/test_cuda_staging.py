@@ -348,7 +348,7 @@ def test_an_early_end(gpu, tmp_path):
 def test_the_collector_ends_it_in_a_thread_of_its_own(gpu, tmp_path, monkeypatch, where):
     path = write(tmp_path / "data", pattern(8 * KIB))
     act, dropped = getattr(*where), threading.Event()
-    tasks = len(os.listdir("/proc/self/task"))
+    tasks = set(os.listdir("/proc/self/task"))
 
     def collect_first(*arguments):
         if n_calls := len(calls):
@@ -377,7 +377,7 @@ def test_the_collector_ends_it_in_a_thread_of_its_own(gpu, tmp_path, monkeypatch
     finally:
         gc.enable()
     # Nobody has waited for these threads, which end after Python counts them no more.
-    until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
+    until(lambda: tasks.issuperset(os.listdir("/proc/self/task")))
 
 
 def test_a_file_that_gets_shorter(gpu, tmp_path):
