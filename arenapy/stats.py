@@ -413,7 +413,9 @@ class BlockInfo:
         Handed out, free, or freed but not reusable yet, because a stream still uses the block or
         another process still sees it.
     age : int
-        The number of operations of the allocator since the state changed.
+        The number of operations of the allocator since the state changed. In a pool with
+        `trim_after`, about the number of eighths of that time in which blocks were freed since
+        then; that of a live block above 32 KiB may be far from it.
 
     Examples
     --------

@@ -55,7 +55,6 @@ LAST_WORDS = 60  # lines of the process's standard error
 MOST_DEATHS = 40  # of processes, without --seconds: each costs the start of another one
 REPORT = "report.json"
 OVER = REPORT + ".over"  # the status of a search that has ended
-CANNOT_WRITE = " cannot be written: "
 ATTACK = ("examples", "steps", "seconds", "shrink")
 PAGE = mmap.PAGESIZE
 MAX_STEPS = 1_000_000_000
@@ -188,7 +187,8 @@ def _search(
         over = folder / OVER
         if over.exists():
             return int(over.read_text()), found, header, words or said
-        if status is not None and status >= 0 and (not lines or CANNOT_WRITE in said):
+        full = status == os.EX_IOERR and f"{folder} cannot be written: " in said
+        if full or (status is not None and status >= 0 and not lines):
             return status, found, header, words or said
         deaths += 1
         kind = "hang" if status is None else "crash"

@@ -50,7 +50,7 @@ from arenapy.cuda.driver cimport (
 from arenapy.cuda.fence cimport (
     PATIENCE, EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never,
     join_streams, late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park,
-    somebody_drops, synchronize, wait_for_those, wait_here, wait_outside, work_of,
+    passed, somebody_drops, synchronize, wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
@@ -625,31 +625,31 @@ cdef class Ordering(StreamHooks):
 
     cdef list abandon(self, PyObject* owner):
         """Free the holds that are left; what their blocks wait for."""
-        cdef list waits = []
+        cdef dict waits = {}                 # as a set, in order
         cdef Batch batch
         cdef Hold* hold
         cdef Hold* next
         for batch in self.open + self.batches:
-            waits.extend(batch.fences)
+            waits.update(dict.fromkeys(batch.fences))
             hold, batch.first = batch.first, NULL
             while hold != NULL:
                 next = hold.ended_next
-                waits.extend([one for one in <list>hold.uses if one not in waits])
+                waits.update(dict.fromkeys(<list>hold.uses))
                 drop_uses(hold)
                 (<MemoryOwner>owner).finish_free(hold)
                 hold = next
         self.open, self.batches = unseen_list(), unseen_list()
-        return waits
+        return list(waits)
 
     cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept:
         """Free what is over, and at least `wait` blocks that will be for `waiter` (None: this
         thread). How many."""
         cdef uint64_t nobody = 0
         cdef uint64_t me = PyThread_get_thread_ident()
-        cdef Py_ssize_t n = 0
+        cdef Py_ssize_t n = 0, at, kept, stop
         cdef Batch batch
         cdef list over = []
-        cdef set busy = set()                # streams, an event of which is not over
+        cdef set busy = set()                # for `passed`
         cdef bint moved = True, waited = False
         if not callable_(self.generation):
             return 0
@@ -678,14 +678,18 @@ cdef class Ordering(StreamHooks):
                     self.close(batch, True)
                 else:
                     self.vain += 1
-            for batch in list(self.batches):
-                if batch.asked == self.n_advances:
-                    continue                 # in this call
-                batch.asked = self.n_advances
-                if batch_done(batch, n < wait, waiter, busy):
-                    self.batches.remove(batch)
-                    n += self.pass_on(owner, batch, over)
-                    moved = True
+            kept, stop = 0, len(self.batches)
+            for at in range(stop):           # meanwhile `pass_on` only appends
+                batch = <Batch>self.batches[at]
+                if batch.asked != self.n_advances:   # not in this call
+                    batch.asked = self.n_advances
+                    if batch_done(batch, n < wait, waiter, busy):
+                        n += self.pass_on(owner, batch, over)
+                        moved = True
+                        continue
+                self.batches[kept] = batch
+                kept += 1
+            del self.batches[kept:stop]
             # There is no other memory: this thread waits for streams that are captured. (A pool
             # that ends parks their blocks instead.)
             if not moved and n < wait < PY_SSIZE_T_MAX:
@@ -730,15 +734,8 @@ seal(Ordering)
 
 
 cdef bint batch_done(Batch batch, bint wait, StreamRef waiter, set busy) noexcept:
-    """Later events of a stream that is busy are not asked, unless they are waited for."""
-    cdef object stream
     for fence in batch.fences:
-        stream = (<EventFence>fence).of if type(fence) is EventFence else None
-        if stream is not None and not wait and stream in busy:
-            return False
-        if not ((<Fence>fence).passed() or wait and (<Fence>fence).wait(waiter)):
-            if stream is not None:
-                busy.add(stream)
+        if not (passed(<Fence>fence, busy) or wait and (<Fence>fence).wait(waiter)):
             return False
     return True
 

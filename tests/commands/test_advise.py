@@ -249,9 +249,34 @@ def test_one_that_fails_is_left_out_with_the_reason(tmp_path, name):
     assert made.notes[name] == "refused step 91 of 91: out of memory"
 
 
-def test_without_a_baseline_there_is_no_advice(tmp_path):
+class Killed(Worker):
+    """At its `turn` malloc is killed, or all others are."""
+
+    def __init__(self, turn, others=False):
+        super().__init__({})
+        self.turn, self.others = turn, others
+
+    def __call__(self, peer, *words, seconds):
+        found = super().__call__(peer, *words, seconds=seconds)
+        name = self.calls[-1][0]
+        turn = sum(one == name for one, _ in self.calls)
+        if (name == "malloc") != self.others and turn == self.turn:
+            raise OSError("gone")
+        return found
+
+
+@pytest.mark.parametrize("turn", [1, 2, 1 + FEWEST, 2 + FEWEST])
+def test_without_a_baseline_there_is_no_advice(tmp_path, turn):
+    """Whether it is killed as the first of all or in a round."""
     with pytest.raises(OSError, match="malloc was not measured: gone"):
-        replays(tmp_path, Worker({}, fails={"malloc": "gone"}))
+        replays(tmp_path, Killed(turn))
+
+
+@pytest.mark.parametrize("turn", [2, 1 + FEWEST])
+def test_only_the_baseline_is_left(tmp_path, turn):
+    made = replays(tmp_path, Killed(turn, others=True))
+    found = choose(made.times, made.held)
+    assert (found.name, found.other, set(made.times)) == ("malloc", None, {"malloc"})
 
 
 def test_no_peer_is_there(tmp_path):

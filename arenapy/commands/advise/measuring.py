@@ -155,11 +155,17 @@ class Replays:
                 if name == str(PLAIN_POOL):
                     waiting.insert(0, ready_pool(self.held[name], setting.device))
         if self.baseline not in self.settings:
-            raise OSError(f"{self.baseline} was not measured: {self.notes.get(self.baseline)}")
+            raise self._not_measured()
         self.times = {name: [] for name in self.settings}
 
     def rounds(self) -> Iterator[str]:
-        """Time the settings until the time is spent; says which one comes."""
+        """Time the settings until the time is spent; says which one comes.
+
+        Raises
+        ------
+        OSError
+            If a process of the baseline has no figures.
+        """
         order, number, longest = list(self.settings), 0, 0.0
         while number < ROUNDS and len(order) > 1:
             start = time.monotonic()
@@ -173,6 +179,8 @@ class Replays:
             for name in list(order):
                 yield name
                 result = self._run(self.settings[name], "--passes", str(self.passes))
+                if result is None and name == self.baseline:
+                    raise self._not_measured()
                 if result is None:
                     order.remove(name)
                     del self.times[name]
@@ -180,11 +188,14 @@ class Replays:
                     self.times[name].append(self._whole(result))
             number += 1
             longest = time.monotonic() - start
-            if number == FEWEST:
+            if number == FEWEST and len(order) > 1:
                 medians = {name: statistics.median(self.times[name]) for name in order}
                 del medians[self.baseline]
                 stays = self.baseline, min(medians, key=medians.__getitem__)
                 order = [name for name in order if name in stays or not self._lost(name)]
+
+    def _not_measured(self) -> OSError:
+        return OSError(f"{self.baseline} was not measured: {self.notes.get(self.baseline)}")
 
     def _fewest(self) -> int:
         """Rounds to make in any case: more if a disturbed one may be all that stands in the way."""
