@@ -16,6 +16,8 @@ from arenapy.testing.steps import load
 
 __all__ = ["main"]
 
+COUNTS_EDGES = "undefined symbol: __sancov"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m arenapy.testing``; the exit status: 0 if nothing was found.
@@ -40,6 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "static TLS" in str(error) and LATE not in os.environ.get("GLIBC_TUNABLES", ""):
             os.execve(sys.executable, sys.orig_argv, for_late_libraries(os.environ))
         parser.error(str(error))
+    except ImportError as error:
+        # Modules that were built for `guided` need its runtime.
+        if "LD_PRELOAD" not in os.environ and COUNTS_EDGES in str(error):
+            try:
+                environment = guided.environment()
+            except RuntimeError as missing:
+                parser.error(f"{error}: {missing}")
+            os.execve(sys.executable, sys.orig_argv, environment)
+        raise
     faulthandler.enable()
     try:
         done = program.run(machine, echo=True)

@@ -137,7 +137,8 @@ cdef Entry new_entry(object capsule, Context memory, bint installed, Turn turn):
     return entry
 
 
-_stack = ContextVar("arenapy_numpy_memory", default=())
+# Not in the module's dict, which the interpreter empties while generators still leave contexts.
+cdef object _stack = ContextVar("arenapy_numpy_memory", default=())
 
 
 cdef int set_handler(object handler) except -1:

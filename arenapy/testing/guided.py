@@ -27,10 +27,10 @@ import numpy as np
 
 from arenapy.linux.child_process import child_process
 from arenapy.testing.crashes import smaller
-from arenapy.testing.guided_process import EXECUTIONS
+from arenapy.testing.guided_process import HEADER
 from arenapy.testing.steps import Program
 
-__all__ = ["MAX_NUMBER", "Found", "add_inputs", "by_chance", "guided", "minimize"]
+__all__ = ["MAX_NUMBER", "Found", "add_inputs", "by_chance", "environment", "guided", "minimize"]
 
 PROCESS = "arenapy.testing.guided_process"
 RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
@@ -109,8 +109,19 @@ class Found:
         )
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """The environment of a process with libFuzzer and the sanitizers in it."""
+def environment(steps: Path | None = None) -> dict[str, str]:
+    """The environment of a process with libFuzzer and the sanitizers in it.
+
+    Parameters
+    ----------
+    steps : Path, optional
+        Where it writes its steps.
+
+    Raises
+    ------
+    RuntimeError
+        atheris is not installed.
+    """
     spec = importlib.util.find_spec("atheris")
     runtime = Path(spec.origin).parent.parent / RUNTIME if spec and spec.origin else None
     if runtime is None or not runtime.exists():
@@ -122,7 +133,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "UBSAN_OPTIONS": os.environ.get("UBSAN_OPTIONS", UBSAN),
         "PYTHONMALLOC": "malloc",
         "PYTHONSAFEPATH": "1",  # a tree that is not instrumented may lie right here
-        "ARENAPY_STEPS": str(folder / "steps.jsonl"),
+        **({"ARENAPY_STEPS": str(steps)} if steps else {}),
     }
 
 
@@ -132,7 +143,7 @@ def _process(
     """Run the other process, and read what it left."""
     with tempfile.TemporaryDirectory(prefix="arenapy-guided-") as name:
         folder = Path(name)
-        environment = _environment(folder)
+        steps = folder / "steps.jsonl"
         left, named = folder / "figures", folder / "modules.json"
         files = {"corpus": str(corpus), "figures": str(left), "modules": str(named)}
         job = {"target": target, "minimize": False, "by_chance": None, **files, **job}
@@ -141,7 +152,9 @@ def _process(
         line = [sys.executable, "-m", PROCESS, json.dumps(job), *options]
         with (
             (folder / "output").open("wb") as file,
-            child_process(line, env=environment, stdout=file, stderr=subprocess.STDOUT) as process,
+            child_process(
+                line, env=environment(steps), stdout=file, stderr=subprocess.STDOUT
+            ) as process,
         ):
             status = process.wait()
         seconds = time.monotonic() - began
@@ -149,15 +162,14 @@ def _process(
         if not left.exists():
             raise RuntimeError(f"it ended before the first input:\n{output}")
         figures = np.fromfile(left, "u1")
-        modules, start = {}, EXECUTIONS
+        executions, running = map(int, figures[:HEADER].view("u8"))
+        modules, start = {}, HEADER
         for module, total in json.loads(named.read_text()).items():
             modules[module] = int(np.count_nonzero(figures[start : start + total])), total
             start += total
         sizes = [path.stat().st_size for path in Path(corpus).iterdir()]
-        executions = int(figures[:EXECUTIONS].view("u8")[0])
         found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=output)
-        if status:
-            steps = Path(environment["ARENAPY_STEPS"])
+        if status or running:  # the code may end the process with status 0
             found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
     return found
 
@@ -169,7 +181,7 @@ def _fails(lines: list[str]) -> bool:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         with child_process(
             [sys.executable, "-m", "arenapy.testing", "reproduce", str(path)],
-            env=_environment(Path(name)),
+            env=environment(Path(name) / "steps.jsonl"),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:

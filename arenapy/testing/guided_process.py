@@ -27,12 +27,14 @@ from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.steps import find
 from arenapy.testing.strategies import programs
 
-__all__ = ["EXECUTIONS", "by_chance", "kept", "machine_named", "target_of"]
+__all__ = ["HEADER", "by_chance", "kept", "machine_named", "target_of"]
 
 # An input that ends too early would run nothing: to Hypothesis, zeros end lists and are first
 # choices.
 PADDING = bytes(1 << 14)
-EXECUTIONS = 8  # bytes before the edges in the file of figures: how many inputs ran
+# Bytes before the edges in the file of figures: two numbers, how many inputs ran, and whether one
+# is running.
+HEADER = 16
 NAME = 8  # letters of a file's
 
 
@@ -164,12 +166,13 @@ def main(argv: Sequence[str]) -> None:
             "-fsanitize=address,undefined,fuzzer-no-link"
         )
     Path(job["modules"]).write_text(json.dumps(edges.modules), encoding="utf-8")
-    figures = np.memmap(job["figures"], "u1", "w+", shape=(EXECUTIONS + edges.total,))
-    executions, seen = figures[:EXECUTIONS].view("u8"), figures[EXECUTIONS:]
+    figures = np.memmap(job["figures"], "u1", "w+", shape=(HEADER + edges.total,))
+    numbers, seen = figures[:HEADER].view("u8"), figures[HEADER:]
     if job["minimize"]:
+        numbers[1] = True
         chosen, reached = kept(job["corpus"], run, edges)
+        numbers[:] = len(chosen), False
         seen[:] = reached
-        executions[0] = len(chosen)
         for path in Path(job["corpus"]).iterdir():
             if path not in chosen:
                 path.unlink()
@@ -179,11 +182,12 @@ def main(argv: Sequence[str]) -> None:
 
     @contextlib.contextmanager
     def watch() -> Iterator[None]:
-        executions[0] += 1
+        numbers[:] = numbers[0] + 1, True
         edges.zero()  # as libFuzzer does
         try:
             yield
         finally:
+            numbers[1] = False
             np.maximum(seen, edges.read(), out=seen)
 
     if job["by_chance"] is not None:

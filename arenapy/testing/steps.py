@@ -347,7 +347,9 @@ def _module(name: str, file: str | None) -> Any:
     """Import it as the process did that wrote the file; a script or a test file by its path."""
     folders = [os.getcwd()]
     if file is not None and name != "__main__":
-        folders.append(str(Path(file).resolve().parents[name.count(".")]))
+        path = Path(file).resolve()
+        path = path.parent if path.stem == "__init__" else path  # a package's
+        folders.append(str(path.parents[name.count(".")]))
     sys.path.extend(folder for folder in folders if folder not in sys.path)
     try:
         if name != "__main__":

@@ -110,7 +110,7 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_signal_while_a_process_of_a_command_starts(started, struck, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(guided, "_environment", lambda folder: {"ARENAPY_STEPS": str(folder / "s")})
+    monkeypatch.setattr(guided, "environment", lambda steps: {"ARENAPY_STEPS": str(steps)})
     started.strike = lambda: signal.raise_signal(struck)
     with pytest.raises(Struck):
         run(tmp_path)

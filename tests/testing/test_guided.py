@@ -6,15 +6,17 @@ What needs both is run by hand: tests/testing/fuzz_coverage.py.
 import contextlib
 import ctypes
 import json
+import os
 import shutil
 import subprocess
+import textwrap
 
 import numpy as np
 import pytest
 from fuzz_targets import Bumps
 
 from arenapy.testing import __main__ as command
-from arenapy.testing import guided_process
+from arenapy.testing import guided, guided_process
 from arenapy.testing.edges import Edges, counters_in
 from arenapy.testing.guided_process import by_chance, kept, machine_named, target_of
 
@@ -131,6 +133,35 @@ def test_without_atheris_the_command_says_what_is_missing(tmp_path, capsys, monk
     arguments = ["guided", "fuzz_targets:Bumps", "--corpus", str(tmp_path / "corpus")]
     assert command.main(arguments) == 2
     assert "pip install atheris" in capsys.readouterr().err
+
+
+@needs_gcc
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.full
+def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, status):
+    text = f"""
+        import ctypes, itertools, os
+
+        from arenapy.testing import BumpMachine
+
+        ctypes.CDLL({str(watched)!r})
+        calls = itertools.count(1)
+
+        class Ending(BumpMachine):
+            def allocate(self, state, nbytes, align):
+                if next(calls) == 1000:
+                    os._exit({status})
+                return super().allocate(state, nbytes, align)
+    """
+    (tmp_path / "ending.py").write_text(textwrap.dedent(text))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(
+        guided, "environment", lambda steps: {**os.environ, "ARENAPY_STEPS": str(steps)}
+    )
+    monkeypatch.setattr(guided, "SMALLER_SECONDS", 1.0)
+    found = guided.by_chance("ending:Ending", seconds=60)
+    assert found.seconds < 60 and found.lines
+    assert "nbytes" in found.lines[-1] or "requests" in found.lines[-1]
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ from arenapy.testing import (
     programs,
     steps_path,
 )
+from arenapy.testing import __main__ as command
 from arenapy.testing.attack import attack
 from arenapy.testing.crashes import crashes, smaller
 from arenapy.testing.faults import Finding
@@ -221,6 +222,66 @@ def test_machines_are_found_where_they_are(machine, tmp_path):
     path = as_file(tmp_path / "steps", machine, *steps)
     done = reproduce(path, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["a_package", "a_package.part", "a_package.part.machines"])
+@pytest.mark.full
+def test_a_machine_of_a_package_is_found_by_its_file(module, tmp_path):
+    """Also in an __init__.py, where the package is on no path."""
+    path = tmp_path / "src" / module.replace(".", "/")
+    file = path.with_suffix(".py") if module.endswith("machines") else path / "__init__.py"
+    file.parent.mkdir(parents=True)
+    depth = module.count(".") + (file.stem == "__init__")
+    (tmp_path / "src/a_package/sizes.py").write_text("LARGEST = 7\n")
+    file.write_text(
+        f"from {'.' * depth}sizes import LARGEST\n"
+        "from arenapy.testing import BumpMachine\n"
+        "class Mine(BumpMachine):\n    bound = LARGEST\n"
+    )
+    first = {"arenapy.testing": 1, **BumpMachine.recipe()}
+    first |= {"machine": f"{module}:Mine", "file": str(file)}
+    step = Step("start", {"config": {"nbytes": 4096, "max_bytes": None}})
+    again = tmp_path / "steps"
+    again.write_text("\n".join([json.dumps(first), *Program((step,)).lines()]) + "\n")
+    done = reproduce(again, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+class Loaded(Exception):
+    """A process becomes another one."""
+
+
+@pytest.mark.parametrize("runtime", [True, False])
+def test_modules_that_count_edges_get_their_runtime(runtime, tmp_path, monkeypatch, capsys):
+    """`guided` prints the command, and found the program with that runtime loaded."""
+    library = tmp_path / "asan_with_fuzzer.so"
+    file = tmp_path / "atheris" / "__init__.py"
+    file.parent.mkdir()
+    file.write_text("")
+    if runtime:
+        library.write_text("")
+    (tmp_path / "counting.py").write_text(
+        "raise ImportError('core.so: undefined symbol: __sancov_lowest_stack')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+
+    def execve(program, line, environment):
+        raise Loaded(environment["LD_PRELOAD"])
+
+    monkeypatch.setattr("os.execve", execve)
+    first = {"arenapy.testing": 1, **BumpMachine.recipe()}
+    first |= {"machine": "counting:Mine", "file": str(tmp_path / "counting.py")}
+    again = tmp_path / "steps"
+    again.write_text("\n".join([json.dumps(first), *Program((A_START,)).lines()]) + "\n")
+    with pytest.raises(Loaded if runtime else SystemExit, match=str(library) if runtime else "2"):
+        command.main(["reproduce", str(again)])
+    if not runtime:
+        said = capsys.readouterr().err
+        assert "__sancov_lowest_stack" in said and "pip install atheris" in said
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    with pytest.raises(ImportError, match="__sancov"):
+        command.main(["reproduce", str(again)])
 
 
 @pytest.mark.full
