@@ -19,7 +19,6 @@ import sys
 import threading
 import weakref
 from contextvars import ContextVar
-from threading import get_ident
 from types import CellType, FunctionType
 
 cimport cython
@@ -61,6 +60,11 @@ def get_handler():
     return PyDataMem_GetHandler()
 
 
+# Not in the module's dict, which the interpreter empties while generators still enter and leave;
+# nor is `_stack`.
+cdef object ref = weakref.ref
+cdef object get_ident = threading.get_ident
+
 # ---- who is under it ---------------------------------------------------------------------
 
 @cython.final
@@ -95,7 +99,7 @@ cdef class PoolHandler:
         if mine is None:
             mine = Presence.__new__(Presence)
             self.local.presence = mine
-            presences, reference = self.presences, weakref.ref(mine)
+            presences, reference = self.presences, ref(mine)
             # Of a copy: other code may run meanwhile, and a critical section lets others in then.
             for ident, other in presences.copy().items():
                 if other() is None and presences.get(ident) is other:
@@ -137,7 +141,6 @@ cdef Entry new_entry(object capsule, Context memory, bint installed, Turn turn):
     return entry
 
 
-# Not in the module's dict, which the interpreter empties while generators still leave contexts.
 cdef object _stack = ContextVar("arenapy_numpy_memory", default=())
 
 
@@ -408,7 +411,7 @@ cdef class Starts:
         # Ours may still be there: another wrapper of it was taken away late.
         if self.users == 0 and not self.is_ours(start):
             ours = wrapper(start)
-            reference = weakref.ref(ours)
+            reference = ref(ours)
             self.forget_the_dead()
             self.wrappers.append(reference)
         if default is not None:
@@ -488,7 +491,7 @@ cdef Context of_new_thread():
 cdef object run_under(Context memory, object thread, object own):
     """A `run` for a thread. Who wraps `start` too may call it with the thread, as a method is."""
     run = thread.run
-    reference = weakref.ref(thread)  # `thread.run` is this closure: no cycle
+    reference = ref(thread)  # `thread.run` is this closure: no cycle
 
     def wrapped(*_):
         restore_run(reference(), me(), own)    # first: the program may copy the thread's fields
@@ -498,7 +501,7 @@ cdef object run_under(Context memory, object thread, object own):
         finally:
             memory.leave(False, False, None)
 
-    me = weakref.ref(wrapped)        # no cycle either
+    me = ref(wrapped)        # no cycle either
     return wrapped
 
 
