@@ -21,10 +21,6 @@ cdef class EventFence(Fence):
     cdef int asked(self) noexcept    # what the driver says of it
 
 
-# Is `fence` over? Of a stream in `busy`, an event of which is not, later ones are not asked.
-cdef bint passed(Fence fence, set busy) noexcept
-
-
 # The graph that a stream is capturing, as long as it lives. One for each stream of a capture.
 cdef class GraphFence(Fence):
     cdef void* shared                # a SharedFlag; NULL: nobody knows, and it is never over

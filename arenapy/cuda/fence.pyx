@@ -98,17 +98,6 @@ cdef class EventFence(Fence):
 seal(EventFence)
 
 
-cdef bint passed(Fence fence, set busy) noexcept:
-    cdef object stream = (<EventFence>fence).of if type(fence) is EventFence else None
-    if stream is not None and stream in busy:
-        return False
-    if fence.passed():
-        return True
-    if stream is not None:
-        busy.add(stream)
-    return False
-
-
 cdef void give_event(void* context, void* event) noexcept:
     spare = spare_events.get((<uintptr_t>context, generation))
     if spare is not None and len(<list>spare) < EVENTS_KEPT:
@@ -511,7 +500,9 @@ cdef void park(object memory, list waits) noexcept:
 
 
 cdef bint uses_done(Retained one, bint needed, set busy) noexcept:
+    """`busy`: streams, an event of which is not over. Later ones are not asked."""
     cdef Py_ssize_t i
+    cdef object stream
     if one.queueing or not callable_(one.generation):
         return one.generation != generation  # there is another driver, and nothing of that one
     for i in reversed(range(len(one.waits))):        # in place, since `wait_for_those` may read it
@@ -521,8 +512,12 @@ cdef bint uses_done(Retained one, bint needed, set busy) noexcept:
                 use = late_work_of(<StreamRef>use, needed and one.looks >= PATIENCE) or use
             except Exception:
                 pass
-        if isinstance(use, StreamRef) or not passed(<Fence>use, busy):
+        stream = (<EventFence>use).of if type(use) is EventFence else None
+        if isinstance(use, StreamRef) or (
+                stream is not None and stream in busy) or not (<Fence>use).passed():
             one.waits[i] = use
+            if stream is not None:
+                busy.add(stream)
         else:
             del one.waits[i]
     one.looks += needed

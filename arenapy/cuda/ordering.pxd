@@ -13,9 +13,20 @@ cdef class Batch:
     cdef Hold* first                 # linked by ended_next, in order of release
     cdef Hold* last
     cdef size_t nbytes
-    cdef list fences                # all have to be over
-    cdef uint64_t asked              # in which call of `advance` they were looked at last
+    cdef list fences                # all have to be over; those that are found to be are taken out
+    cdef uint64_t asked              # in which call of `advance` the first one was not over
+    cdef uint64_t number             # in order of time
     cdef object stream               # a StreamRef whose fence is still to be made, or None
+
+
+# Closed batches. What the second of a queue waits for is over after that of the first.
+cdef class Queues:
+    # Deques of Batches, none of which is empty, by the fence that their first Batch waits for, or by
+    # `of` if it is one of events.
+    cdef dict waiting
+
+    cdef void add(self, Batch batch) noexcept
+    cdef list oldest_first(self)     # keys and deques
 
 
 cdef class Parked:
@@ -29,8 +40,10 @@ cdef class Ordering(StreamHooks):
     cdef uint64_t busy               # atomic: the thread that is at work on all below, or 0
     cdef size_t capacity             # bytes that the allocator has
     cdef list open                   # unseen: Batches without a fence, one a stream
-    cdef list batches                # unseen: others, oldest first
-    cdef Py_ssize_t most             # of both: with more, it is looked whether some are over
+    cdef Queues closed               # the others
+    cdef Py_ssize_t n_batches        # of both
+    cdef Py_ssize_t most             # with more, it is looked whether some are over
+    cdef uint64_t n_made             # batches, so far
     cdef uint64_t n_advances         # calls of `advance`
     # How often requests found an open batch's stream captured, since one last was not.
     cdef int vain
@@ -65,7 +78,9 @@ cdef class Ordering(StreamHooks):
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept
+    cdef Batch new_batch(self, StreamRef stream, list fences)
     cdef Batch open_batch(self, StreamRef stream)
+    cdef list take_batches(self)
     cdef bint close(self, Batch batch, Py_ssize_t wait) noexcept
     cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept
     cdef Py_ssize_t pass_on(self, PyObject* owner, Batch batch, list over) noexcept

@@ -50,7 +50,7 @@ from arenapy.cuda.driver cimport (
 from arenapy.cuda.fence cimport (
     PATIENCE, EventFence, Fence, GraphFence, event_outside, follow, graph_fence_or_never,
     join_streams, late_work_of, let_wait as let_stream_wait, look, new_graph_fence, park,
-    passed, somebody_drops, synchronize, wait_for_those, wait_here, wait_outside, work_of,
+    somebody_drops, synchronize, wait_for_those, wait_here, wait_outside, work_of,
 )
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, UNKNOWN, OwnStream, StreamRef, barrier_stream, core_handle, device_of,
@@ -60,6 +60,7 @@ from arenapy.cuda.stream_ref cimport (
 from arenapy.base.sealed cimport seal
 
 import sys
+from collections import deque
 
 from arenapy.allocator.allocator import call_at_end
 from arenapy.cuda.errors import CudaError
@@ -94,11 +95,37 @@ cdef enum:
 cdef class Batch:
     """Released blocks that wait for the same. Internal."""
 
-    def __cinit__(self):
-        self.fences = []
-
 
 seal(Batch)
+
+
+@cython.final
+@cython.no_gc
+cdef class Queues:
+    """Batches by what they wait for. Internal.
+
+    So one question for each stream and each graph finds all that is over.
+    """
+
+    def __cinit__(self):
+        self.waiting = {}
+
+    cdef void add(self, Batch batch) noexcept:
+        cdef Fence fence = <Fence>batch.fences[0]
+        cdef object key = fence
+        if type(fence) is EventFence and (<EventFence>fence).of is not None:
+            key = (<EventFence>fence).of
+        self.waiting.setdefault(key, deque()).append(batch)
+
+    cdef list oldest_first(self):
+        return sorted(self.waiting.items(), key=number_of_first)
+
+
+seal(Queues)
+
+
+def number_of_first(item):
+    return (<Batch>item[1][0]).number
 
 
 @cython.final
@@ -133,7 +160,7 @@ cdef class Ordering(StreamHooks):
     """When memory that streams use may be used again. Internal."""
 
     def __cinit__(self, *args, **kwargs):
-        self.open, self.batches = unseen_list(), unseen_list()
+        self.open, self.closed = unseen_list(), Queues.__new__(Queues)
         self.recent = []
         self.capacity = <size_t>-1
         self.most = FEW
@@ -480,7 +507,7 @@ cdef class Ordering(StreamHooks):
         while not arenapy_cas_ptr(&self.arrived, &head, h):
             h.ended_next = <Hold*>head
         self.sort_arrived()
-        if len(self.open) + len(self.batches) > self.most:   # now and then, let go of what is over
+        if self.n_batches > self.most:       # now and then, let go of what is over
             self.collect(owner, DROP)
         PyErr_Restore(kind, value, trace)
 
@@ -518,9 +545,8 @@ cdef class Ordering(StreamHooks):
         if isinstance(uses[0], StreamRef):
             batch = self.open_batch(<StreamRef>uses[0])
         else:
-            batch = Batch.__new__(Batch)
-            batch.fences = [one for one in uses if isinstance(one, Fence)]
-            self.batches.append(batch)
+            batch = self.new_batch(None, [one for one in uses if isinstance(one, Fence)])
+            self.closed.add(batch)
         hold.ended_next = NULL
         if batch.last == NULL:
             batch.first = hold
@@ -529,15 +555,29 @@ cdef class Ordering(StreamHooks):
         batch.last = hold
         batch.nbytes += hold.end - hold.start
 
+    cdef Batch new_batch(self, StreamRef stream, list fences):
+        cdef Batch batch = Batch.__new__(Batch)
+        self.n_batches += 1
+        self.n_made += 1
+        batch.stream, batch.fences, batch.number = stream, fences, self.n_made
+        return batch
+
     cdef Batch open_batch(self, StreamRef stream):
         cdef Batch batch
         for batch in self.open:
             if batch.stream is stream:
                 return batch
-        batch = Batch.__new__(Batch)
-        batch.stream = stream
+        batch = self.new_batch(stream, [])
         self.open.append(batch)
         return batch
+
+    cdef list take_batches(self):
+        """All, of which there are none then."""
+        cdef list found = list(self.open)
+        for queue in self.closed.waiting.values():
+            found.extend(queue)
+        self.open, self.closed, self.n_batches = unseen_list(), Queues.__new__(Queues), 0
+        return found
 
     cdef bint close(self, Batch batch, Py_ssize_t wait) noexcept:
         """Make the fence of an open batch. False: not now, and it stays open."""
@@ -554,7 +594,7 @@ cdef class Ordering(StreamHooks):
         batch.fences.append(fence)
         batch.stream = None
         self.open.remove(batch)
-        self.batches.append(batch)
+        self.closed.add(batch)
         return True
 
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
@@ -578,7 +618,7 @@ cdef class Ordering(StreamHooks):
         for _ in range(2):                   # a call may fail once
             while self.advance(owner, PY_SSIZE_T_MAX, None):
                 pass
-        if callable_(self.generation) and (self.open or self.batches):
+        if callable_(self.generation) and self.n_batches:
             # As during a capture, where a stream cannot be waited for, or for a graph.
             park(parked(memory), self.abandon(owner))
         PyErr_Restore(kind, value, trace)
@@ -589,14 +629,13 @@ cdef class Ordering(StreamHooks):
         cdef Hold* next
         cdef Batch batch
         self.take_arrived()
-        for batch in self.open + self.batches:
+        for batch in self.take_batches():
             hold, batch.first = batch.first, NULL
             while hold != NULL:
                 next = hold.ended_next
                 hold.ended_next = chain
                 chain = hold
                 hold = next
-        self.open, self.batches = unseen_list(), unseen_list()
         return chain
 
     cdef void leave(self, tuple regions) noexcept:
@@ -629,7 +668,7 @@ cdef class Ordering(StreamHooks):
         cdef Batch batch
         cdef Hold* hold
         cdef Hold* next
-        for batch in self.open + self.batches:
+        for batch in self.take_batches():
             waits.update(dict.fromkeys(batch.fences))
             hold, batch.first = batch.first, NULL
             while hold != NULL:
@@ -638,7 +677,6 @@ cdef class Ordering(StreamHooks):
                 drop_uses(hold)
                 (<MemoryOwner>owner).finish_free(hold)
                 hold = next
-        self.open, self.batches = unseen_list(), unseen_list()
         return list(waits)
 
     cdef Py_ssize_t advance(self, PyObject* owner, Py_ssize_t wait, StreamRef waiter) noexcept:
@@ -646,10 +684,10 @@ cdef class Ordering(StreamHooks):
         thread). How many."""
         cdef uint64_t nobody = 0
         cdef uint64_t me = PyThread_get_thread_ident()
-        cdef Py_ssize_t n = 0, at, kept, stop
+        cdef Py_ssize_t n = 0
         cdef Batch batch
+        cdef Fence fence
         cdef list over = []
-        cdef set busy = set()                # for `passed`
         cdef bint moved = True, waited = False
         if not callable_(self.generation):
             return 0
@@ -678,23 +716,29 @@ cdef class Ordering(StreamHooks):
                     self.close(batch, True)
                 else:
                     self.vain += 1
-            kept, stop = 0, len(self.batches)
-            for at in range(stop):           # meanwhile `pass_on` only appends
-                batch = <Batch>self.batches[at]
-                if batch.asked != self.n_advances:   # not in this call
-                    batch.asked = self.n_advances
-                    if batch_done(batch, n < wait, waiter, busy):
+            for key, queue in self.closed.oldest_first():
+                while queue:
+                    batch = <Batch>queue[0]
+                    fence = <Fence>batch.fences[0]
+                    if batch.asked == self.n_advances:
+                        break
+                    if not (fence.passed() or n < wait and fence.wait(waiter)):
+                        batch.asked = self.n_advances
+                        break
+                    queue.popleft()
+                    del batch.fences[0]
+                    if batch.fences:
+                        self.closed.add(batch)
+                    else:
                         n += self.pass_on(owner, batch, over)
-                        moved = True
-                        continue
-                self.batches[kept] = batch
-                kept += 1
-            del self.batches[kept:stop]
+                    moved = True
+                if not queue:
+                    del self.closed.waiting[key]
             # There is no other memory: this thread waits for streams that are captured. (A pool
             # that ends parks their blocks instead.)
             if not moved and n < wait < PY_SSIZE_T_MAX:
                 moved = any(self.close(batch, True) for batch in list(self.open))
-        self.most = max(<Py_ssize_t>FEW, 2 * (len(self.open) + len(self.batches)))
+        self.most = max(<Py_ssize_t>FEW, 2 * self.n_batches)
         arenapy_store(&self.busy, 0)
         self.sort_arrived()
         over.clear()                         # last: a stream's object may run code of the user
@@ -710,6 +754,7 @@ cdef class Ordering(StreamHooks):
         cdef Hold* next
         cdef list uses, left
         batch.first = batch.last = NULL
+        self.n_batches -= 1
         over.append(batch)
         while hold != NULL:
             next = hold.ended_next
@@ -731,13 +776,6 @@ cdef class Ordering(StreamHooks):
 
 
 seal(Ordering)
-
-
-cdef bint batch_done(Batch batch, bint wait, StreamRef waiter, set busy) noexcept:
-    for fence in batch.fences:
-        if not (passed(<Fence>fence, busy) or wait and (<Fence>fence).wait(waiter)):
-            return False
-    return True
 
 
 cdef void fix_uses(list uses) noexcept:
