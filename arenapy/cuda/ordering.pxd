@@ -15,18 +15,18 @@ cdef class Batch:
     cdef size_t nbytes
     cdef list fences                # all have to be over; those that are found to be are taken out
     cdef uint64_t asked              # in which call of `advance` the first one was not over
-    cdef uint64_t number             # in order of time
+    cdef uint64_t number             # in order of the fences
     cdef object stream               # a StreamRef whose fence is still to be made, or None
 
 
 # Closed batches. What the second of a queue waits for is over after that of the first.
 cdef class Queues:
-    # Deques of Batches, none of which is empty, by the fence that their first Batch waits for, or by
-    # `of` if it is one of events.
+    # Heaps of (number, Batch), none of which is empty, by the first fence of their Batches; if that
+    # is an event, by `of`.
     cdef dict waiting
 
     cdef void add(self, Batch batch) noexcept
-    cdef list oldest_first(self)     # keys and deques
+    cdef list oldest_first(self)     # keys and heaps
 
 
 cdef class Parked:
@@ -43,7 +43,7 @@ cdef class Ordering(StreamHooks):
     cdef Queues closed               # the others
     cdef Py_ssize_t n_batches        # of both
     cdef Py_ssize_t most             # with more, it is looked whether some are over
-    cdef uint64_t n_made             # batches, so far
+    cdef uint64_t n_closed           # batches, so far
     cdef uint64_t n_advances         # calls of `advance`
     # How often requests found an open batch's stream captured, since one last was not.
     cdef int vain
@@ -78,7 +78,8 @@ cdef class Ordering(StreamHooks):
     cdef void sort_arrived(self) noexcept
     cdef void take_arrived(self) noexcept
     cdef void wait_for(self, Hold* hold) noexcept
-    cdef Batch new_batch(self, StreamRef stream, list fences)
+    cdef Batch new_batch(self, StreamRef stream)
+    cdef void queue_up(self, Batch batch, list fences) noexcept
     cdef Batch open_batch(self, StreamRef stream)
     cdef list take_batches(self)
     cdef bint close(self, Batch batch, Py_ssize_t wait) noexcept

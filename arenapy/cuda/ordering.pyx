@@ -60,7 +60,7 @@ from arenapy.cuda.stream_ref cimport (
 from arenapy.base.sealed cimport seal
 
 import sys
-from collections import deque
+from heapq import heappop, heappush
 
 from arenapy.allocator.allocator import call_at_end
 from arenapy.cuda.errors import CudaError
@@ -115,7 +115,7 @@ cdef class Queues:
         cdef object key = fence
         if type(fence) is EventFence and (<EventFence>fence).of is not None:
             key = (<EventFence>fence).of
-        self.waiting.setdefault(key, deque()).append(batch)
+        heappush(self.waiting.setdefault(key, []), (batch.number, batch))
 
     cdef list oldest_first(self):
         return sorted(self.waiting.items(), key=number_of_first)
@@ -125,7 +125,7 @@ seal(Queues)
 
 
 def number_of_first(item):
-    return (<Batch>item[1][0]).number
+    return item[1][0]
 
 
 @cython.final
@@ -545,8 +545,8 @@ cdef class Ordering(StreamHooks):
         if isinstance(uses[0], StreamRef):
             batch = self.open_batch(<StreamRef>uses[0])
         else:
-            batch = self.new_batch(None, [one for one in uses if isinstance(one, Fence)])
-            self.closed.add(batch)
+            batch = self.new_batch(None)
+            self.queue_up(batch, [one for one in uses if isinstance(one, Fence)])
         hold.ended_next = NULL
         if batch.last == NULL:
             batch.first = hold
@@ -555,19 +555,23 @@ cdef class Ordering(StreamHooks):
         batch.last = hold
         batch.nbytes += hold.end - hold.start
 
-    cdef Batch new_batch(self, StreamRef stream, list fences):
+    cdef Batch new_batch(self, StreamRef stream):
         cdef Batch batch = Batch.__new__(Batch)
         self.n_batches += 1
-        self.n_made += 1
-        batch.stream, batch.fences, batch.number = stream, fences, self.n_made
+        batch.stream = stream
         return batch
+
+    cdef void queue_up(self, Batch batch, list fences) noexcept:
+        self.n_closed += 1
+        batch.stream, batch.fences, batch.number = None, fences, self.n_closed
+        self.closed.add(batch)
 
     cdef Batch open_batch(self, StreamRef stream):
         cdef Batch batch
         for batch in self.open:
             if batch.stream is stream:
                 return batch
-        batch = self.new_batch(stream, [])
+        batch = self.new_batch(stream)
         self.open.append(batch)
         return batch
 
@@ -575,7 +579,7 @@ cdef class Ordering(StreamHooks):
         """All, of which there are none then."""
         cdef list found = list(self.open)
         for queue in self.closed.waiting.values():
-            found.extend(queue)
+            found.extend([batch for _, batch in queue])
         self.open, self.closed, self.n_batches = unseen_list(), Queues.__new__(Queues), 0
         return found
 
@@ -591,10 +595,8 @@ cdef class Ordering(StreamHooks):
             pass
         if fence is None:                    # a stream that captures had them before
             return False
-        batch.fences.append(fence)
-        batch.stream = None
         self.open.remove(batch)
-        self.closed.add(batch)
+        self.queue_up(batch, [fence])
         return True
 
     cdef Py_ssize_t collect(self, PyObject* owner, Py_ssize_t wait) noexcept:
@@ -669,7 +671,6 @@ cdef class Ordering(StreamHooks):
         cdef Hold* hold
         cdef Hold* next
         for batch in self.take_batches():
-            waits.update(dict.fromkeys(batch.fences))
             hold, batch.first = batch.first, NULL
             while hold != NULL:
                 next = hold.ended_next
@@ -684,9 +685,8 @@ cdef class Ordering(StreamHooks):
         thread). How many."""
         cdef uint64_t nobody = 0
         cdef uint64_t me = PyThread_get_thread_ident()
-        cdef Py_ssize_t n = 0
+        cdef Py_ssize_t n = 0, past
         cdef Batch batch
-        cdef Fence fence
         cdef list over = []
         cdef bint moved = True, waited = False
         if not callable_(self.generation):
@@ -718,20 +718,25 @@ cdef class Ordering(StreamHooks):
                     self.vain += 1
             for key, queue in self.closed.oldest_first():
                 while queue:
-                    batch = <Batch>queue[0]
-                    fence = <Fence>batch.fences[0]
+                    batch = <Batch>queue[0][1]
                     if batch.asked == self.n_advances:
                         break
-                    if not (fence.passed() or n < wait and fence.wait(waiter)):
-                        batch.asked = self.n_advances
+                    past = 0
+                    for fence in batch.fences:
+                        if not ((<Fence>fence).passed()
+                                or n < wait and (<Fence>fence).wait(waiter)):
+                            batch.asked = self.n_advances
+                            break
+                        past += 1
+                    if past == 0:
                         break
-                    queue.popleft()
-                    del batch.fences[0]
+                    heappop(queue)
+                    del batch.fences[:past]
                     if batch.fences:
                         self.closed.add(batch)
                     else:
                         n += self.pass_on(owner, batch, over)
-                    moved = True
+                        moved = True
                 if not queue:
                     del self.closed.waiting[key]
             # There is no other memory: this thread waits for streams that are captured. (A pool

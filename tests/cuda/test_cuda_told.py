@@ -6,7 +6,9 @@ the stream that it names. On the simulated driver.
 
 import contextlib
 import ctypes
+import functools
 import gc
+import random
 import sys
 import types
 import weakref
@@ -310,6 +312,31 @@ def test_streams_of_our_own_are_forgotten(gpu, busy):
     del block
     written_by_its_next_owner(gpu, slab)
     assert all(one == [bytes([OLD]) * N] for one in seen)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_is_pending_no_longer_than_its_own_streams(seed):
+    """Whatever else they are given later, and whichever of them is done first."""
+    chance = random.Random(seed)
+    with a_gpu(leaks=True) as gpu:
+        pool = Pool(64 * MIB, cuda.Device())
+        streams = [new_stream(gpu) for _ in range(3)]
+        ran, waits = set(), []
+        for number in range(20):
+            told = chance.sample(streams, chance.randint(1, 3))
+            block = pool.alloc(MIB)
+            for stream in told:
+                block.record_stream(stream.handle_)
+            block.release()
+            waits.append({(number, stream.handle_) for stream in told})
+            for one in waits[-1]:  # it runs after the event of the release
+                gpu.launch(one[1], functools.partial(ran.add, one), [])
+            for _ in range(chance.randint(0, 10)):
+                gpu.step(chance.randint(0, 5))
+            left = sum(not one <= ran for one in waits)
+            assert pool.stats().pending_bytes <= left * MIB
+        gpu.drain()
+        assert pool.stats().pending_bytes == 0
 
 
 @hypothesis.settings(max_examples=max(5, hypothesis.settings.default.max_examples // 4))

@@ -10,8 +10,8 @@ from PyInstaller.utils.hooks import can_import_module, collect_data_files, colle
 LEFT_OUT = ("arenapy._build", "arenapy.commands", "arenapy.interop", "arenapy.testing")
 STANDARD_LIBRARY = [
     *("collections.abc", "contextlib", "contextvars", "copyreg", "dataclasses", "functools"),
-    *("gc", "importlib", "itertools", "multiprocessing", "operator", "os", "pathlib", "re"),
-    *("socket", "struct", "sys", "threading", "time", "types", "typing", "warnings", "weakref"),
+    *("gc", "heapq", "importlib", "itertools", "multiprocessing", "operator", "os", "pathlib"),
+    *("re", "socket", "struct", "sys", "threading", "time", "types", "typing", "warnings", "weakref"),
 ]
 
 hiddenimports = [
