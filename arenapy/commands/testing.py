@@ -38,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guided(options)
     try:
         machine, program = load(options.file)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         if "static TLS" in str(error) and LATE not in os.environ.get("GLIBC_TUNABLES", ""):
             os.execve(sys.executable, sys.orig_argv, for_late_libraries(os.environ))
-        parser.error(str(error))
-    except ImportError as error:
         # Modules that were built for `guided` need its runtime.
-        if "LD_PRELOAD" not in os.environ and COUNTS_EDGES in str(error):
+        if COUNTS_EDGES in str(error) and guided.RUNTIME not in os.environ.get("LD_PRELOAD", ""):
             try:
                 environment = guided.environment()
             except RuntimeError as missing:
                 parser.error(f"{error}: {missing}")
             os.execve(sys.executable, sys.orig_argv, environment)
-        raise
+        if isinstance(error, ImportError):
+            raise
+        parser.error(str(error))
     faulthandler.enable()
     try:
         done = program.run(machine, echo=True)

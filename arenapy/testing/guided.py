@@ -27,7 +27,7 @@ import numpy as np
 
 from arenapy.linux.child_process import child_process
 from arenapy.testing.crashes import smaller
-from arenapy.testing.guided_process import HEADER
+from arenapy.testing.guided_process import HANGS_AFTER, HEADER
 from arenapy.testing.steps import Program
 
 __all__ = ["MAX_NUMBER", "Found", "add_inputs", "by_chance", "environment", "guided", "minimize"]
@@ -35,7 +35,6 @@ __all__ = ["MAX_NUMBER", "Found", "add_inputs", "by_chance", "environment", "gui
 PROCESS = "arenapy.testing.guided_process"
 RUNTIME = "asan_with_fuzzer.so"  # atheris brings it: AddressSanitizer and libFuzzer in one
 LONGEST = 2048  # bytes of an input: some 50 steps
-HANGS_AFTER = 60  # seconds
 SMALLER_SECONDS = 60.0
 MAX_NUMBER = 2**31 - 1  # that libFuzzer reads
 INPUT = re.compile(r"[0-9a-f]{8}|[0-9a-f]{40}")  # names, after the contents
@@ -145,6 +144,7 @@ def _process(
         folder = Path(name)
         steps = folder / "steps.jsonl"
         left, named = folder / "figures", folder / "modules.json"
+        corpus = Path(corpus).absolute()  # the code may go to another folder
         files = {"corpus": str(corpus), "figures": str(left), "modules": str(named)}
         job = {"target": target, "minimize": False, "by_chance": None, **files, **job}
         began = time.monotonic()
@@ -167,10 +167,12 @@ def _process(
         for module, total in json.loads(named.read_text()).items():
             modules[module] = int(np.count_nonzero(figures[start : start + total])), total
             start += total
-        sizes = [path.stat().st_size for path in Path(corpus).iterdir()]
+        sizes = [path.stat().st_size for path in corpus.iterdir()]
         found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=output)
-        if status or running:  # the code may end the process with status 0
+        if running or status not in (0, 1):
             found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
+        elif status:
+            raise RuntimeError(f"it ended with status {status}, and not in a program:\n{output}")
     return found
 
 
@@ -231,7 +233,7 @@ def guided(
     """
     Path(corpus).mkdir(parents=True, exist_ok=True)
     options = [
-        str(corpus),
+        str(Path(corpus).absolute()),
         f"-max_total_time={max(round(seconds), 1)}",
         f"-runs={-1 if executions is None else executions}",
         f"-max_len={LONGEST}",

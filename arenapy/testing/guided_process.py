@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +28,15 @@ from arenapy.testing.machine import AllocatorMachine
 from arenapy.testing.steps import find
 from arenapy.testing.strategies import programs
 
-__all__ = ["HEADER", "by_chance", "kept", "machine_named", "target_of"]
+__all__ = ["HANGS_AFTER", "HEADER", "by_chance", "kept", "machine_named", "target_of"]
 
 # An input that ends too early would run nothing: to Hypothesis, zeros end lists and are first
 # choices.
 PADDING = bytes(1 << 14)
-# Bytes before the edges in the file of figures: two numbers, how many inputs ran, and whether one
-# is running.
+# Bytes before the edges in the file of figures: two numbers, how many inputs ran, and whether the
+# last one has not ended, or failed.
 HEADER = 16
+HANGS_AFTER = 60  # seconds
 NAME = 8  # letters of a file's
 
 
@@ -90,6 +92,16 @@ def target_of(machine: type[AllocatorMachine]) -> Callable[[bytes], Any]:
     return run
 
 
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    """SIGALRM ends the process if a program hangs. libFuzzer does that by itself."""
+    signal.alarm(HANGS_AFTER)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 def kept(
     folder: str | os.PathLike[str], run: Callable[[bytes], Any], edges: Edges
 ) -> tuple[list[Path], np.ndarray[Any, Any]]:
@@ -110,7 +122,8 @@ def kept(
     chosen = []
     for path in sorted(Path(folder).iterdir(), key=lambda one: (one.stat().st_size, one.name)):
         edges.zero()
-        run(path.read_bytes())
+        with _time_limit():
+            run(path.read_bytes())
         now = edges.read() != 0
         if (now & ~reached).any():
             reached |= now
@@ -144,7 +157,7 @@ def by_chance(
     )
     @given(programs(machine))
     def test(program: Any) -> None:
-        with watch():
+        with watch(), _time_limit():
             program.run(machine)
 
     ends = time.monotonic() + seconds
@@ -186,12 +199,13 @@ def main(argv: Sequence[str]) -> None:
         edges.zero()  # as libFuzzer does
         try:
             yield
-        finally:
             numbers[1] = False
+        finally:
             np.maximum(seen, edges.read(), out=seen)
 
     if job["by_chance"] is not None:
         by_chance(machine, job["by_chance"], watch)
+        numbers[1] = False  # Hypothesis took the exception of the last program, if it had one
         return
 
     import atheris

@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -821,6 +822,14 @@ def test_a_program_that_cannot_be_started_is_said_in_one_line(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("arenapy: [Errno 7] ")
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("errors", ["2>&-", "2>/dev/full"])
+def test_advice_that_cannot_be_written_changes_nothing(tmp_path, errors):
+    (tmp_path / "work.py").write_text("print(1)")
+    line = f"{shlex.quote(sys.executable)} -m arenapy run --quiet --advise work.py {errors}"
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n")
 
 
 def test_a_program_that_is_killed_has_no_advice(tmp_path):

@@ -399,6 +399,23 @@ def test_a_trace_that_the_program_replaces_is_told(script, tmp_path, options):
     assert (tmp_path / "out/a.trace").read_text() == "mine"
 
 
+def test_a_trace_that_is_refused_when_numpy_comes_ends_the_program(script, tmp_path):
+    """It was free when the program started. Nothing goes on without the pool."""
+    script("""
+        open("a.trace", "w").write("precious")
+        try:
+            import numpy
+        except Exception as error:
+            print("no NumPy:", error)
+        print("without a pool")
+    """)
+    done = run([*OURS, "--trace", "a.trace", "script.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert f"'{tmp_path / 'a.trace'}' exists and is not a trace: " in done.stderr
+    assert (tmp_path / "a.trace").read_text() == "precious"
+
+
 def test_figures_are_those_of_the_program(script, tmp_path):
     script(
         """

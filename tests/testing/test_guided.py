@@ -8,8 +8,10 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -162,6 +164,51 @@ def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, sta
     found = guided.by_chance("ending:Ending", seconds=60)
     assert found.seconds < 60 and found.lines
     assert "nbytes" in found.lines[-1] or "requests" in found.lines[-1]
+
+
+@needs_gcc
+@pytest.mark.full
+def test_a_process_that_fails_after_its_programs_found_nothing(watched, tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text(
+        "import atexit, ctypes, os\n"
+        "from arenapy.testing import BumpMachine as Mine\n"
+        f"ctypes.CDLL({str(watched)!r})\n"
+        "atexit.register(os._exit, 1)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(guided, "environment", lambda steps: {**os.environ})
+    with pytest.raises(RuntimeError, match="status 1, and not in a program"):
+        guided.by_chance("failing:Mine", seconds=0.1)
+
+
+def test_the_code_may_go_to_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    monkeypatch.setattr(guided, "_process", lambda target, corpus, options: told.extend(options))
+    guided.guided("a:b", "corpus")
+    assert str(tmp_path / "corpus") in told
+
+
+@pytest.mark.parametrize("run", ["by_chance", "kept"])
+@pytest.mark.full
+def test_a_program_that_hangs_is_ended(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(guided_process, "HANGS_AFTER", 1)
+
+    class Hanging(Bumps):
+        def allocate(self, state, nbytes, align):
+            time.sleep(1000)
+
+    (tmp_path / "input").write_bytes(b"")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if run == "by_chance":
+                by_chance(Hanging, 1000, contextlib.nullcontext)
+            else:
+                kept(tmp_path, target_of(Hanging), FourEdges())
+        finally:
+            os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGALRM
 
 
 @pytest.mark.full

@@ -70,9 +70,15 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
                 raise OSError(text)
         if status < 0 or status == 128 + signal.SIGINT:
             return 128 - status if status < 0 else status
-        for line in _advice(file if _state(file) != before else None, options):
-            print(line, file=sys.stderr)
+        _say(_advice(file if _state(file) != before else None, options))
     return status
+
+
+def _say(lines: list[str]) -> None:
+    """On the process's standard error, if it can be written: the status is the program's."""
+    if sys.__stderr__ is not None:  # else another file may have its number
+        with suppress(OSError):
+            os.write(2, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
 
 
 def _state(file: str) -> tuple[int, int] | None:

@@ -43,6 +43,10 @@ __all__ = ["AfterImport", "Session"]
 FOLDER = os.path.dirname(__file__)
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
 OPTIONS = "ARENAPY_RUN"  # the environment variable; command.py writes it
+# Why a trace cannot be written, without an errno; see linux/outputs.
+REFUSED_FILE = (
+    BlockingIOError, FileExistsError, FileNotFoundError, IsADirectoryError, PermissionError
+)  # fmt: skip
 
 
 class AfterImport:
@@ -187,8 +191,10 @@ class Session:
                 self.memory = self.apart(self._memory)
             self._measured("ready")
         except (ImportError, MemoryError, OSError, ValueError) as error:
-            if isinstance(error, OSError) and (
-                error.errno is None or isinstance(error, TimeoutError)
+            if (
+                isinstance(error, OSError)
+                and not isinstance(error, REFUSED_FILE)
+                and (error.errno is None or isinstance(error, TimeoutError))
             ):  # of a signal's handler; see base/system_errors, which may not be there
                 raise
             self.refused = True
