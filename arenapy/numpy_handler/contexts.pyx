@@ -65,6 +65,7 @@ def get_handler():
 cdef object ref = weakref.ref
 cdef object get_ident = threading.get_ident
 
+
 # ---- who is under it ---------------------------------------------------------------------
 
 @cython.final

@@ -11,18 +11,8 @@ LEFT_OUT = ("arenapy._build", "arenapy.commands", "arenapy.interop", "arenapy.te
 STANDARD_LIBRARY = [
     *("collections.abc", "contextlib", "contextvars", "copyreg", "dataclasses", "functools"),
     *("gc", "heapq", "importlib", "itertools", "multiprocessing", "operator", "os", "pathlib"),
-    *(
-        "re",
-        "socket",
-        "struct",
-        "sys",
-        "threading",
-        "time",
-        "types",
-        "typing",
-        "warnings",
-        "weakref",
-    ),
+    *("re", "socket", "struct", "sys", "threading", "time", "types", "typing", "warnings"),
+    *("weakref",),
 ]
 
 hiddenimports = [
