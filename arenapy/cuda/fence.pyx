@@ -138,10 +138,10 @@ cdef Fence new_event(StreamRef stream):
     cdef int result
     fence.context, fence.generation = stream.context, generation
     fence.event = event
-    if stream.id and not stream.unnamed:
+    if stream.id == 0:                       # a default stream; `handle_here` has the legacy one
+        fence.of = 0 if elsewhere(stream) else stream.thread, <uintptr_t>stream.context
+    elif not stream.unnamed:
         fence.of = stream.id
-    elif stream.thread and not elsewhere(stream):
-        fence.of = stream.thread, <uintptr_t>stream.context
     not_closed(stream)
     # The handle may be another stream's by now; of one that captures this is not to be asked.
     asked = id and not stream.lasting and not stream.captures()

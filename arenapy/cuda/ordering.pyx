@@ -546,7 +546,9 @@ cdef class Ordering(StreamHooks):
             batch = self.open_batch(<StreamRef>uses[0])
         else:
             batch = self.new_batch(None)
-            self.queue_up(batch, [one for one in uses if isinstance(one, Fence)])
+            # Graphs first: nobody waits for a stream in vain, for a block that a graph keeps.
+            fences = [one for one in uses if isinstance(one, Fence)]
+            self.queue_up(batch, sorted(fences, key=is_no_graph))
         hold.ended_next = NULL
         if batch.last == NULL:
             batch.first = hold
@@ -894,6 +896,10 @@ cdef void hide_owner(MemoryOwner region) noexcept:
 
 def is_stream(one):
     return isinstance(one, StreamRef)
+
+
+def is_no_graph(one):
+    return type(one) is not GraphFence
 
 
 cdef list as_now(list uses):

@@ -159,17 +159,18 @@ def _process(
             status = process.wait()
         seconds = time.monotonic() - began
         output = (folder / "output").read_text(errors="replace")
-        if not left.exists():
-            raise RuntimeError(f"it ended before the first input:\n{output}")
-        figures = np.fromfile(left, "u1")
+        figures = np.fromfile(left, "u1") if left.exists() else np.zeros(HEADER, "u1")
         executions, running = map(int, figures[:HEADER].view("u8"))
+        has_failed = running or (left.exists() and status not in (0, 1))
+        if not (has_failed or named.exists()):
+            raise RuntimeError(f"it ended before the first input:\n{output}")
         modules, start = {}, HEADER
-        for module, total in json.loads(named.read_text()).items():
+        for module, total in json.loads(named.read_text() if named.exists() else "{}").items():
             modules[module] = int(np.count_nonzero(figures[start : start + total])), total
             start += total
         sizes = [path.stat().st_size for path in corpus.iterdir()]
         found = Found(executions, seconds, modules, len(sizes), sum(sizes), output=output)
-        if running or status not in (0, 1):
+        if has_failed:
             found.lines = smaller(steps.read_text().splitlines(), SMALLER_SECONDS, _fails)
         elif status:
             raise RuntimeError(f"it ended with status {status}, and not in a program:\n{output}")

@@ -170,8 +170,11 @@ def main(argv: Sequence[str]) -> None:
     job = json.loads(argv[1])
     machine = machine_named(job["target"])
     run = target_of(machine)
-    with contextlib.suppress(Exception):  # which it will meet again, in its turn
+    numbers = np.memmap(job["figures"], "u8", "w+", shape=(HEADER // 8,))
+    numbers[1] = True
+    with contextlib.suppress(Exception), _time_limit():  # which it will meet again, in its turn
         run(b"")  # what is done once, such as imports, is no merit of the first input
+    numbers[1] = False
     edges = Edges()
     if not edges.total:
         raise SystemExit(
@@ -179,8 +182,7 @@ def main(argv: Sequence[str]) -> None:
             "-fsanitize=address,undefined,fuzzer-no-link"
         )
     Path(job["modules"]).write_text(json.dumps(edges.modules), encoding="utf-8")
-    figures = np.memmap(job["figures"], "u1", "w+", shape=(HEADER + edges.total,))
-    numbers, seen = figures[:HEADER].view("u8"), figures[HEADER:]
+    seen = np.memmap(job["figures"], "u1", "r+", offset=HEADER, shape=(edges.total,))
     if job["minimize"]:
         numbers[1] = True
         chosen, reached = kept(job["corpus"], run, edges)
@@ -204,7 +206,11 @@ def main(argv: Sequence[str]) -> None:
             np.maximum(seen, edges.read(), out=seen)
 
     if job["by_chance"] is not None:
-        by_chance(machine, job["by_chance"], watch)
+        try:
+            by_chance(machine, job["by_chance"], watch)
+        except BaseException:
+            numbers[1] = True  # the last program may have passed, and an earlier one not
+            raise
         numbers[1] = False  # Hypothesis took the exception of the last program, if it had one
         return
 

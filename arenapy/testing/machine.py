@@ -161,7 +161,8 @@ class AllocatorMachine(AllocatorModel):
             return
         known = self.take_in(block, nbytes, None)
         for offset, length in windows(nbytes) if self.checks_contents() else ():
-            check_reads(self.serial + 1, known, offset, self.call(self.read, block, offset, length))
+            seen = self.call(self.read, block, offset, length)
+            check_reads(self.serial + 1, known, offset, length, seen)
         self.admit(block, nbytes)
 
     @operation("live", which=OneOf("live"), fill=st.integers(1, 255))

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import operator
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,6 +158,17 @@ class AllocatorModel(RuleBasedStateMachine):
     def address(self, block: Any) -> int:
         """Return the address of a block."""
         raise NotImplementedError("say where a block starts: address()")
+
+    def start_of(self, block: Any) -> int:
+        """Call `address`."""
+        start = self.address(block)
+        try:
+            return operator.index(start)
+        except TypeError:
+            raise TypeError(
+                f"address({block!r}) returned {start!r}: return the address of the block that "
+                "allocate() returned, as an int"
+            ) from None
 
     def write(self, block: Any, offset: int, data: bytes) -> None:
         """Write the contents of a block. With ``write = None``, contents are not checked."""
@@ -350,7 +362,7 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def take_in(self, block: Any, nbytes: int, align: int | None) -> Live:
         """Where a new block lies, after a look at whether it may."""
-        start = self.address(block)  # before the next line: an adapter learns from it
+        start = self.start_of(block)  # before the next line: an adapter learns from it
         extent = max(nbytes, 1) if self.empty_is_apart else nbytes
         known = Live(block, start, nbytes, 0, extent)
         self.expect_aligned(start, align or self.default_align)
@@ -400,9 +412,8 @@ class AllocatorModel(RuleBasedStateMachine):
             return
         for serial, known in self.live.items():
             for offset, length in windows(known.nbytes):
-                check_reads(
-                    serial, known, offset, self.call(self.read, known.block, offset, length)
-                )
+                seen = self.call(self.read, known.block, offset, length)
+                check_reads(serial, known, offset, length, seen)
 
     def gone(self, serial: int) -> Any:
         """A block leaves the model; what `allocate` returned."""

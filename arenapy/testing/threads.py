@@ -102,7 +102,7 @@ class TwoThreadMachine(AllocatorMachine):
             except self.refusals:
                 continue
             fill = fill_of(racer + RACERS * index)
-            known = Live(block, self.address(block), nbytes, fill, nbytes)
+            known = Live(block, self.start_of(block), nbytes, fill, nbytes)
             self.fill_here(known)
             if index % 2:
                 self.free(self.state, block)

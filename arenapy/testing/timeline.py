@@ -234,7 +234,8 @@ class SimulatedStreams:
         def run() -> None:
             for offset, length in windows(was.nbytes):
                 try:
-                    check_reads(serial, was, offset, ctypes.string_at(was.start + offset, length))
+                    seen = ctypes.string_at(was.start + offset, length)
+                    check_reads(serial, was, offset, length, seen)
                 except AssertionError as error:
                     self._wrong.append(f"{error}, when stream {stream} read it")
 

@@ -22,6 +22,7 @@ from cuda_support import (
     HOST_VISIBLE,
     LEGACY,
     MIB,
+    PER_THREAD,
     SOURCES,
     a_gpu,
     backwards,
@@ -31,7 +32,7 @@ from cuda_support import (
     reads,
     slowly_fill,
 )
-from helpers import peek, poke
+from helpers import in_threads, peek, poke
 from hypothesis import given
 from hypothesis import strategies as st
 from stream_wrappers import KNOWN_OWNERS, NOT_OWNERS, new_handle
@@ -312,6 +313,53 @@ def test_streams_of_our_own_are_forgotten(gpu, busy):
     del block
     written_by_its_next_owner(gpu, slab)
     assert all(one == [bytes([OLD]) * N] for one in seen)
+
+
+@pytest.mark.parametrize("name", ["object", "number", "legacy", "thread's", "another thread's"])
+def test_a_look_asks_a_stream_once_however_many_blocks_wait_for_it(gpu, name):
+    pool = Pool(64 * MIB, cuda.Pinned())
+    stream = new_stream(gpu)
+    numbers = {"number": stream.handle_, "legacy": LEGACY}
+    stream = PER_THREAD if name.endswith("thread's") else numbers.get(name, stream)
+
+    def used():
+        with gpu.on(0):
+            slowly_fill(gpu, stream, pool.alloc(1), 1)
+        blocks = [pool.alloc(N) for _ in range(30)]
+        for block in blocks:
+            block.record_stream(stream)
+        return blocks
+
+    blocks = in_threads(used)[0] if name == "another thread's" else used()
+    pending, questions = [], []
+    while blocks:
+        for _ in range(10):
+            blocks.pop().release()
+            pool.stats()  # so that each has an event of its own
+        before = gpu.calls["cuEventQuery"]
+        pending.append(pool.stats().pending_bytes)
+        questions.append(gpu.calls["cuEventQuery"] - before)
+    assert pending[0] < pending[1] < pending[2]
+    assert len(set(questions)) == 1, questions
+
+
+def test_a_request_waits_for_no_stream_of_a_block_that_a_graph_keeps(gpu):
+    pool = Pool(4 * MIB, cuda.Pinned(huge_pages=None), 4 * MIB)
+    blocks = pool.alloc(2 * MIB), pool.alloc(2 * MIB)
+    captured, ran = new_stream(gpu), []
+    for block in blocks:
+        stream = new_stream(gpu)
+        gpu.launch(stream.handle_, functools.partial(ran.append, block.address), [])
+        block.record_stream(stream.handle_)
+    kept, free = (block.address for block in blocks)
+    gpu.begin_capture(captured.handle_)
+    blocks[0].record_stream(captured)
+    graph = gpu.end_capture(captured.handle_)
+    for block in blocks:
+        block.release()
+    assert pool.alloc(2 * MIB).address == free
+    assert ran == [free] and kept != free
+    gpu.destroy_graph(graph)
 
 
 @pytest.mark.parametrize("seed", range(12))

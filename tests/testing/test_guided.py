@@ -139,8 +139,9 @@ def test_without_atheris_the_command_says_what_is_missing(tmp_path, capsys, monk
 
 @needs_gcc
 @pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("calls", [1, 1000], ids=["first program", "later"])
 @pytest.mark.full
-def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, status):
+def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, status, calls):
     text = f"""
         import ctypes, itertools, os
 
@@ -151,7 +152,7 @@ def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, sta
 
         class Ending(BumpMachine):
             def allocate(self, state, nbytes, align):
-                if next(calls) == 1000:
+                if next(calls) == {calls}:
                     os._exit({status})
                 return super().allocate(state, nbytes, align)
     """

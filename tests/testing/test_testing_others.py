@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import mmap
+import re
 import sys
 from multiprocessing.shared_memory import SharedMemory
 
@@ -24,6 +25,59 @@ class Unaligned(AllocatorMachine):
 
     def make(self):
         return None
+
+
+class Bytes(Unaligned):
+    """Each block is a bytearray."""
+
+    bad_request = None
+
+    def allocate(self, state, nbytes, align):
+        return bytearray(max(nbytes, 1))
+
+    def address(self, block):
+        return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+    def write(self, block, offset, data):
+        block[offset : offset + len(data)] = data
+
+    def read(self, block, offset, nbytes):
+        return block[offset : offset + nbytes]
+
+
+class ShortReads(Bytes):
+    def read(self, block, offset, nbytes):
+        return bytes(block[offset:nbytes])
+
+
+class WrongReads(Bytes):
+    def read(self, block, offset, nbytes):
+        return nbytes
+
+
+class NoAddress(Bytes):
+    def address(self, block):
+        super().address(block)
+
+
+def test_hooks_that_return_bytes():
+    assert attack(Bytes, examples=20, shrink=0).error is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (ShortReads, r"read\(block, \d+, \d+\) returned 0 bytes: return the \d+ bytes"),
+        (WrongReads, r"read\(block, 0, \d+\) returned an object of <class 'int'>"),
+        (NoAddress, r"address\(bytearray\(.*\)\) returned None: return the address"),
+    ],
+)
+def test_hooks_that_return_something_else_are_named(machine, said):
+    class Large(machine):
+        sizes = sizes(least=20_000, most=40_000)
+
+    found = attack(Large, examples=20, shrink=0)
+    assert list(found.findings) == ["TypeError"] and re.search(said, found.error)
 
 
 class MmapMachine(Unaligned):
