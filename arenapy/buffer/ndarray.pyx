@@ -17,6 +17,7 @@ import numpy as np
 cimport numpy as cnp
 
 from arenapy.base.atomic cimport ARENAPY_GIL
+from arenapy.base.dicts cimport found_in
 from arenapy.buffer.block cimport StreamHooks, acquire, check_open, is_readonly
 from arenapy.buffer.buffer cimport Buffer, View, new_view
 
@@ -295,7 +296,7 @@ cdef str padding(Py_ssize_t n):
 
 cdef tuple describe(object descr):
     """``(itemsize, typestr, format)``; `format` is None where PEP 3118 has no code."""
-    cdef object entry = described.get(descr)
+    cdef object entry = found_in(described, descr)
     if entry is None:
         if descr.subdtype is not None:
             raise ValueError(f"dtype={descr} has its own shape; pass that shape as `shape`")

@@ -13,6 +13,7 @@ from libc.stdlib cimport free, malloc
 from arenapy.base.atomic cimport (
     arenapy_add, arenapy_cas, arenapy_load, arenapy_store, arenapy_sub,
 )
+from arenapy.base.dicts cimport found_in
 from arenapy.cuda.driver cimport (
     SUCCESS, callable_, checked, driver, enter, forget, generation, leave, need,
 )
@@ -99,7 +100,7 @@ seal(EventFence)
 
 
 cdef void give_event(void* context, void* event) noexcept:
-    spare = spare_events.get((<uintptr_t>context, generation))
+    spare = found_in(spare_events, (<uintptr_t>context, generation))
     if spare is not None and len(<list>spare) < EVENTS_KEPT:
         (<list>spare).append(<uintptr_t>event)
         return

@@ -10,6 +10,7 @@ cimport cython
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
 from arenapy.base.atomic cimport arenapy_count
+from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
 from arenapy.buffer.block cimport Block, acquire
 from arenapy.buffer.buffer cimport Buffer
@@ -120,7 +121,7 @@ cdef class HandedOut:
             return PyObject_Vectorcall(self.from_handle, given, 4, STREAM)
         except BaseException:
             # Else it has given the block back, and another call may have it.
-            if self.blocks.get(address) is block:
+            if found_in(self.blocks, address) is block:
                 del self.blocks[address]
                 self.uncount(block)
             raise

@@ -30,6 +30,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
 from arenapy.base.atomic cimport ARENAPY_GIL
+from arenapy.base.dicts cimport found_in
 
 import functools
 import itertools
@@ -108,7 +109,7 @@ cdef class WeakValues:
         self.refs = {}
 
     cdef object get(self, object key):
-        ref = self.refs.get(key)
+        ref = found_in(self.refs, key)
         return None if ref is None else ref()
 
     cdef int put(self, object key, object value) except -1:
@@ -116,7 +117,7 @@ cdef class WeakValues:
         return 0
 
     def forget(self, key, ref):
-        if self.refs.get(key) is ref:
+        if found_in(self.refs, key) is ref:
             self.refs.pop(key, None)
 
 

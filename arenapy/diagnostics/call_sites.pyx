@@ -23,6 +23,7 @@ from libc.stdint cimport intptr_t, uint32_t, uint64_t
 from libc.string cimport strdup
 
 from arenapy.base.atomic cimport arenapy_add, arenapy_finalizing, arenapy_load
+from arenapy.base.dicts cimport found_in
 
 import os
 
@@ -129,7 +130,7 @@ cdef uint32_t number_of_site() except NO_SITE:
     if not found:
         return SITE_IN_C
     key = tuple(found)
-    number = site_numbers.get(key)
+    number = found_in(site_numbers, key)
     if number is None:
         if arenapy_load(&n_sites) >= MAX_SITES:
             return OTHER_SITE                # and `site_numbers` has no more, either
@@ -202,7 +203,7 @@ cdef class CallStacks:
             n = walk_frames(stack, self.depth, NULL)
             if n:
                 key = (<char*>stack)[:n * sizeof(CodePoint)]
-                found = self.numbers.get(key)
+                found = found_in(self.numbers, key)
                 if found is not None:
                     number[0] = <uint32_t>found
                 elif len(self.numbers) < MAX_STACKS:

@@ -16,6 +16,7 @@ from cpython.pycapsule cimport PyCapsule_GetName, PyCapsule_GetPointer
 from libc.stdint cimport intptr_t
 
 from arenapy.base.atomic cimport arenapy_count
+from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
 from arenapy.buffer.buffer cimport Buffer
 from arenapy.cuda.stream_ref cimport StreamRef
@@ -185,7 +186,7 @@ cdef class Allocator:
     malloc = __call__
 
     cdef Pool pool_of(self, int device):
-        pool = self.pools.get(device)
+        pool = found_in(self.pools, device)
         if pool is None:
             raise RuntimeError(
                 f"CuPy's current device is {device}, and no pool was given for it, only for "

@@ -27,6 +27,7 @@ from arenapy.base.atomic cimport (
     arenapy_add, arenapy_count, arenapy_finalizing, arenapy_load, arenapy_load_ptr,
     arenapy_store_ptr, arenapy_sub, likely,
 )
+from arenapy.base.dicts cimport found_in
 from arenapy.base.sizes cimport MAX_BYTES, SMALL_MOST
 from arenapy.buffer.block cimport (
     CLOSED, GONE_FORKED, Block, Hold, MemoryOwner, note_use,
@@ -279,7 +280,7 @@ cdef void* general_alloc(
         out_of_memory[0] = isinstance(error, MemoryError)
         if out_of_memory[0]:
             with cython.critical_section(telling):
-                refusals[device] = refusals.get(device, 0) + 1
+                refusals[device] = (found_in(refusals, device) or 0) + 1
         text = (str(error) or repr(error)).encode(errors="replace")
         message[0] = <char*>malloc(len(text) + 1)
         if message[0] != NULL:
@@ -290,7 +291,7 @@ cdef void* general_alloc(
 
 
 cdef void* block_of(size_t n, int device, void* stream) except NULL:
-    cdef Pool pool = pools.get(device)
+    cdef Pool pool = found_in(pools, device)
     cdef Buffer block
     cdef MemoryOwner owner
     if pool is None:
@@ -319,7 +320,7 @@ cdef void* block_of(size_t n, int device, void* stream) except NULL:
 cdef int note_reserved(int device, Pool pool) except -1:
     cdef size_t now = pool.core.reserved_pages << PAGE_BITS
     with cython.critical_section(telling):
-        if now > <size_t>most_reserved.get(device, 0):
+        if now > <size_t>(found_in(most_reserved, device) or 0):
             most_reserved[device] = now
     return 0
 
@@ -459,7 +460,7 @@ cdef int add_uses(uintptr_t at, list uses) except -1:
     cdef list known, now, over = [], instead = []
     # Nobody changes a list that is in `told`: other threads name streams of the block, too.
     with cython.critical_section(telling):
-        known = told.get(at)
+        known = found_in(told, at)
         if known is None:
             known = []
             arenapy_add(&n_special, 1)
@@ -468,7 +469,7 @@ cdef int add_uses(uintptr_t at, list uses) except -1:
     if len(now) // MANY_USES > len(known) // MANY_USES:
         finished_uses(now, len(now), over, instead)
         with cython.critical_section(telling):
-            known = told.get(at)
+            known = found_in(told, at)
             if known is not None:
                 told[at] = [one for one in known if one not in over] + [
                     one for one in instead if one not in known]
@@ -508,10 +509,10 @@ def pools_in_use():
 
 def counts(int device):
     """The peak of a Pool's reserved bytes, as far as it was seen, and requests that did not fit."""
-    cdef Pool pool = pools.get(device)
+    cdef Pool pool = found_in(pools, device)
     if pool is not None:
         note_reserved(device, pool)
-    return most_reserved.get(device, 0), refusals.get(device, 0)
+    return found_in(most_reserved, device) or 0, found_in(refusals, device) or 0
 
 
 def restart_peak(int device):

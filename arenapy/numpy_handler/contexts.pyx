@@ -24,7 +24,9 @@ from types import CellType, FunctionType
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 
-from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_cas_ptr, arenapy_load_ptr, arenapy_take_ptr
+from arenapy.base.atomic cimport (
+    ARENAPY_GIL, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr, arenapy_take_ptr,
+)
 from arenapy.base.sealed cimport seal
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
@@ -406,11 +408,13 @@ cdef class Starts:
                 del self.wrappers[i]
         return 0
 
+    # At the interpreter's end no thread starts, and the names of this module are None.
+
     cdef int cover(self, Context default) except -1:
-        start = threading.Thread.start
+        start = None if arenapy_finalizing() else threading.Thread.start
         ours = None
         # Ours may still be there: another wrapper of it was taken away late.
-        if self.users == 0 and not self.is_ours(start):
+        if self.users == 0 and start is not None and not self.is_ours(start):
             ours = wrapper(start)
             reference = ref(ours)
             self.forget_the_dead()
@@ -426,8 +430,8 @@ cdef class Starts:
         if default is not None and default in self.defaults:
             self.defaults.remove(default)
         # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
-        start = threading.Thread.start
-        if self.users == 1 and self.is_ours(start):
+        start = None if arenapy_finalizing() else threading.Thread.start
+        if self.users == 1 and start is not None and self.is_ours(start):
             threading.Thread.start = start.__wrapped__
         self.users -= 1
         return 0

@@ -34,6 +34,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from arenapy.allocator.allocator_core cimport link_hold, record, unlink_hold
 from arenapy.base.assertion cimport arenapy_assert
 from arenapy.base.atomic cimport ARENAPY_GIL, arenapy_count, arenapy_load
+from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
 from arenapy.base.sizes cimport N_CLASSES, N_SMALL, rounded, step_bytes, step_of
 from arenapy.buffer.block cimport (
@@ -513,7 +514,7 @@ cdef class StreamCaches:
             return name
         if name is self.core.hooks.own:
             return self.core
-        cache = self.of_streams.get(name)
+        cache = found_in(self.of_streams, name)
         fresh = cache is None
         if fresh:
             cache = self.of_streams.setdefault(name, new_stream_cache(self.core, name, False))
@@ -527,7 +528,7 @@ cdef class StreamCaches:
 
     cdef StreamCache graph_cache(self, object name):
         graph = self.core.hooks.graph_of(name)
-        cache = self.of_graphs.get(graph)
+        cache = found_in(self.of_graphs, graph)
         if cache is None:
             self.settle_graphs(NEEDED)       # this one may get what others had
             cache = self.of_graphs.setdefault(graph, new_stream_cache(self.core, graph, True))
