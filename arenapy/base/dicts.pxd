@@ -16,6 +16,6 @@ cdef extern from *:
         return found == NULL ? Py_NewRef(Py_None) : found;
     }
     """
-    # `dict.get(key)`. Of a typed dict Cython's `.get` borrows the value, and another thread that has
-    # no GIL either may free it before it is kept.
+    # `dict.get(key)`. Cython's own, of a typed dict, borrows the value. Without a GIL another thread
+    # may free it before it is kept.
     object found_in "arenapy_found_in" (dict d, object key)

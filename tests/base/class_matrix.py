@@ -340,7 +340,7 @@ NEVER_SEEN = {
     "arenapy.interop.cupy_blocks.PinnedAllocator", "arenapy.interop.cupy_blocks.PinnedMemory",
     "arenapy.interop.hip_calls.Memory",  # without HIP
     "arenapy.cuda.foreign.Foreign", "arenapy.cuda.foreign.Taken", "arenapy.cuda.ordering.Batch",
-    "arenapy.cuda.ordering.Ordering", "arenapy.cuda.fence.Retained",
+    "arenapy.cuda.ordering.Ordering", "arenapy.cuda.ordering.Queues", "arenapy.cuda.fence.Retained",
     "arenapy.cuda.stream_ref.OwnStream", "arenapy.cuda.fence.GraphFence",
     "arenapy.cuda.backing.LastPage", "arenapy.cuda.sharing.LeaseFence",
     "arenapy.cuda.stream_ref.Named", "arenapy.cuda.resource.HandedOut",
