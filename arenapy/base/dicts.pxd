@@ -16,6 +16,6 @@ cdef extern from *:
         return found == NULL ? Py_NewRef(Py_None) : found;
     }
     """
-    # `dict.get(key)`. Cython's own, of a typed dict, borrows the value. Without a GIL another thread
-    # may free it before it is kept.
+    # `dict.get(key)`. Cython's own, of a typed dict, borrows the value, which another thread may
+    # free before it is kept, if there is no GIL.
     object found_in "arenapy_found_in" (dict d, object key)

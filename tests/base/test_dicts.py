@@ -1,4 +1,4 @@
-"""Dicts that threads change, without a GIL. A race shows itself too seldom for a test of its own."""
+"""Dicts that threads change, without a GIL, where a race shows itself too seldom for a test."""
 
 import re
 from pathlib import Path
