@@ -19,7 +19,7 @@ cdef class Batch:
     cdef object stream               # a StreamRef whose fence is still to be made, or None
 
 
-# Closed batches. What the second of a queue waits for is over after that of the first.
+# Closed batches. Who has asked about the first of a queue need not ask about later ones.
 cdef class Queues:
     # Heaps of (number, Batch), none of which is empty, by the first fence of their Batches; if that
     # is an event, by `of`.

@@ -34,6 +34,7 @@ from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_add, arenapy_cas, arenapy_cas_ptr, arenapy_load_ptr, arenapy_store,
     arenapy_sub, arenapy_take_ptr,
 )
+from arenapy.base.dicts cimport found_in
 from arenapy.base.unseen cimport unseen_list
 from arenapy.allocator.allocator cimport Allocator
 from arenapy.allocator.allocator_core cimport AllocatorCore
@@ -112,10 +113,15 @@ cdef class Queues:
 
     cdef void add(self, Batch batch) noexcept:
         cdef Fence fence = <Fence>batch.fences[0]
-        cdef object key = fence
+        cdef object key = fence, entry = (batch.number, batch)
+        cdef list queue
         if type(fence) is EventFence and (<EventFence>fence).of is not None:
             key = (<EventFence>fence).of
-        heappush(self.waiting.setdefault(key, []), (batch.number, batch))
+        queue = found_in(self.waiting, key)
+        if queue is None:
+            self.waiting[key] = [entry]      # if there is no memory, none is left that is empty
+        else:
+            heappush(queue, entry)
 
     cdef list oldest_first(self):
         return sorted(self.waiting.items(), key=number_of_first)

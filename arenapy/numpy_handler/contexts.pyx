@@ -27,6 +27,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from arenapy.base.atomic cimport (
     ARENAPY_GIL, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr, arenapy_take_ptr,
 )
+from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
@@ -105,7 +106,7 @@ cdef class PoolHandler:
             presences, reference = self.presences, ref(mine)
             # Of a copy: other code may run meanwhile, and a critical section lets others in then.
             for ident, other in presences.copy().items():
-                if other() is None and presences.get(ident) is other:
+                if other() is None and found_in(presences, ident) is other:
                     presences.pop(ident, None)
             presences[get_ident()] = reference
         return mine

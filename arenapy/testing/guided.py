@@ -162,7 +162,7 @@ def _process(
         figures = np.fromfile(left, "u1") if left.exists() else np.zeros(HEADER, "u1")
         executions, running = map(int, figures[:HEADER].view("u8"))
         has_failed = running or (left.exists() and status not in (0, 1))
-        if not (has_failed or named.exists()):
+        if not (steps.exists() if has_failed else named.exists()):
             raise RuntimeError(f"it ended before the first input:\n{output}")
         modules, start = {}, HEADER
         for module, total in json.loads(named.read_text() if named.exists() else "{}").items():

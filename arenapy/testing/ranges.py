@@ -110,8 +110,9 @@ def shared_by_empty(new: Live, others: Iterable[tuple[int, Live]]) -> str | None
 
 def check_reads(serial: int, known: Live, offset: int, length: int, seen: bytes) -> None:
     """Check that what was read at `offset` of a block is what was written there."""
-    if not isinstance(seen, bytes | bytearray | memoryview) or len(seen) != length:
-        told = f"{len(seen)} bytes" if isinstance(seen, bytes) else f"an object of {type(seen)}"
+    is_bytes = isinstance(seen, bytes | bytearray | memoryview)
+    if not is_bytes or len(seen) != length:
+        told = f"{len(seen)} bytes" if is_bytes else f"an object of {type(seen)}"
         raise TypeError(
             f"read(block, {offset}, {length}) returned {told}: return the {length} bytes of the "
             f"block from byte {offset} on"

@@ -16,7 +16,6 @@ NEVER_FREED = {
     ("cuda/foreign.pyx", "KINDS"),
     ("cuda/foreign.pyx", "LETTERS"),
     ("cuda/stream_ref.pyx", "kept"),
-    ("numpy_handler/contexts.pyx", "presences"),
 }
 
 

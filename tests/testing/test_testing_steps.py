@@ -283,7 +283,7 @@ def test_modules_that_count_edges_get_their_runtime(recipe, runtime, tmp_path, m
         said = capsys.readouterr().err
         assert "__sancov_lowest_stack" in said and "pip install atheris" in said
     monkeypatch.setenv("LD_PRELOAD", str(library))
-    with pytest.raises((ImportError, SystemExit), match=r"__sancov|2"):
+    with pytest.raises(SystemExit if "arguments" in recipe else ImportError):
         command.main(["reproduce", str(again)])
 
 
