@@ -89,7 +89,7 @@ cdef enum:
 
 
 # The collector takes garbage apart in any order, and the end of an allocator needs its batches. So
-# the collector sees neither batches nor the lists of them. It does not see the uses of blocks
+# the collector sees neither batches nor who lists them. It does not see the uses of blocks
 # either, which name the same streams: no other cycle is lost by this.
 @cython.final
 @cython.no_gc
