@@ -102,8 +102,8 @@ class Acting(StreamMachine):
             return
         if self.failing and name in QUEUEING:
             self.driver.fails[self.failing] = UNKNOWN
-        if self.thread is not None:  # it waited for this one
-            self.let_it_run()
+        if (thread := self.thread) is not None:  # it waited for this one
+            self.let_it_run(thread)
         elif self.act is not None:
             self.left -= 1
             if self.left <= 0:
@@ -111,13 +111,16 @@ class Acting(StreamMachine):
 
     def fire(self):
         act, self.act = self.act, None
-        self.thread = threading.Thread(target=self.elsewhere, args=(act,))
-        self.thread.start()
-        self.let_it_run()
+        self.thread = thread = threading.Thread(target=self.elsewhere, args=(act,))
+        thread.start()
+        self.let_it_run(thread)
 
-    def let_it_run(self):
-        """To its end, or until it waits for this thread: it calls nothing, or over and over."""
-        thread, calls = self.thread, self.driver.calls  # what ends meanwhile may come here, too
+    def let_it_run(self, thread):
+        """To its end, or until it waits for this thread: it calls nothing, or over and over.
+
+        What ends meanwhile may come here, too, and forget the thread.
+        """
+        calls = self.driver.calls
         now, idle, most = calls.total(), 0, calls.total() + POLLS
         while thread.is_alive() and idle < PATIENCE and now < most:
             thread.join(MOMENT)

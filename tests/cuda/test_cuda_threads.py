@@ -216,22 +216,16 @@ def test_a_region_is_closed_while_its_allocator_ends(gpu, name, source):
     kept.copy_from(Array(memory(gpu, nbytes=BLOCK), (BLOCK,)), stream=new_stream(gpu))
     waits, inside, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def end():
-        with gpu.on(0):
-            held.clear()
-        ended.set()
-
     def close():
         waits.wait(5)
         with gpu.on(0):
             region.close()
         inside.set()
 
-    ends = threading.Thread(target=end)
     closes = threading.Thread(target=close)
 
     def between(name):
-        if threading.current_thread() is ends and "Synchronize" in name:
+        if threading.current_thread() is not closes and "Synchronize" in name:
             waits.set()
             inside.wait(1)
         elif threading.current_thread() is closes and not inside.is_set():
@@ -239,9 +233,9 @@ def test_a_region_is_closed_while_its_allocator_ends(gpu, name, source):
             ended.wait(1)
 
     gpu.before_call = between
-    ends.start()
     closes.start()
-    ends.join()
+    held.clear()
+    ended.set()
     closes.join()
     gpu.before_call = None
     assert waits.is_set(), "the allocator waited"
