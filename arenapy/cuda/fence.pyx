@@ -238,9 +238,9 @@ cdef Fence new_graph_fence(StreamRef stream):
         flag = NULL
     fence.shared = flag
     checked(result, "cuGraphRetainUserObject")
+    fence = <GraphFence>graphs.first(key, fence, known)
     with cython.critical_section(stream):
         stream.graph, stream.capture = fence, id
-    graphs.put(key, fence)
     return fence
 
 

@@ -14,6 +14,8 @@ cdef class WeakValues:
 
     cdef object get(self, object key)    # None: there is none
     cdef int put(self, object key, object value) except -1
+    # The value of the key: `made`, unless another thread has replaced `old` (None: none) before.
+    cdef object first(self, object key, object made, object old=*)
 
 
 # A stream. There is one of these for each that is in use: they are compared by identity.

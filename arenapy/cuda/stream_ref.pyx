@@ -116,6 +116,15 @@ cdef class WeakValues:
         self.refs[key] = weakref.ref(value, functools.partial(self.forget, key))
         return 0
 
+    cdef object first(self, object key, object made, object old=None):
+        cdef object found
+        with knowing:
+            found = self.get(key)
+            if found is old:
+                self.put(key, made)
+                found = made
+        return found
+
     def forget(self, key, ref):
         if found_in(self.refs, key) is ref:
             self.refs.pop(key, None)
@@ -551,7 +560,7 @@ cdef StreamRef stream_of(object stream, int device_id):
         found.handle, found.context, found.id = handle, context, id
         found.device_id = device
         found.lasting = <uintptr_t>handle == LEGACY
-        found = first_known(key, found)
+        found = known.first(key, found)
     found.named_by(stream)
     if keeps is not None and found.owner is None:
         if mine is None:
@@ -562,17 +571,6 @@ cdef StreamRef stream_of(object stream, int device_id):
             if found.owner is None:
                 found.namer, found.lasting = namer, True
                 found.owner = mine
-    return found
-
-
-cdef StreamRef first_known(object key, StreamRef made):
-    """The one of this key: another thread may have been first."""
-    cdef StreamRef found
-    with knowing:
-        found = known.get(key)
-        if found is None:
-            found = made
-            known.put(key, found)
     return found
 
 
@@ -665,7 +663,7 @@ cdef StreamRef capturing(object stream, void* handle, void* context, int device_
     # All streams of one capture have its number.
     key = (generation, <uintptr_t>context, "capture", id, <uintptr_t>handle,
            <uintptr_t><void*>owner)
-    found = first_known(key, found)
+    found = known.first(key, found)
     if owner is not None and found.owner is None:
         keep(found, owner, False, False)
     return found
@@ -692,7 +690,7 @@ cdef StreamRef barrier_stream(int device_id):
         if legacy is not None:
             found.handle, found.context = legacy.handle, legacy.context
         found.lasting = found.fence = True
-        found = first_known(key, found)
+        found = known.first(key, found)
     return found
 
 

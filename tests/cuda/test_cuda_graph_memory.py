@@ -87,6 +87,30 @@ def test_temporaries_of_a_capture_share_memory(gpu, name, mode):
     pool.check()
 
 
+@pytest.mark.parametrize("call", ["cuUserObjectCreate", "cuGraphRetainUserObject"])
+def test_threads_that_allocate_in_one_capture_share_its_memory(gpu, call):
+    """Another thread does so for the first time just when this one does."""
+    pool, s = big_pool(), new_stream(gpu)
+    gpu.begin_capture(s.handle_, RELAXED)
+    theirs = []
+
+    def allocate():
+        with gpu.on(0):
+            return pool.alloc(64 * KIB, stream=s).address
+
+    def between(name):
+        if name == call:
+            gpu.before_call = None
+            theirs.extend(in_threads(allocate))
+
+    gpu.before_call = between
+    block = pool.alloc(64 * KIB, stream=s)
+    assert theirs == [block.address]
+    del block
+    gpu.destroy_graph(graph_of(gpu, s))
+    assert pool.stats().pending_bytes == 0
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.no_sanitizer  # a long count; other tests run the same code there
 @pytest.mark.full
