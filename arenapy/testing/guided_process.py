@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
     run = target_of(machine)
     numbers = np.memmap(job["figures"], "u8", "w+", shape=(HEADER // 8,))
     numbers[1] = True
-    with contextlib.suppress(Exception), _time_limit():  # which it will meet again, in its turn
+    with _time_limit():
         run(b"")  # what is done once, such as imports, is no merit of the first input
     numbers[1] = False
     edges = Edges()

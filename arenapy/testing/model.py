@@ -172,11 +172,11 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def write(self, block: Any, offset: int, data: bytes) -> None:
         """Write the contents of a block. With ``write = None``, contents are not checked."""
-        ctypes.memmove(self.address(block) + offset, data, len(data))
+        ctypes.memmove(self.start_of(block) + offset, data, len(data))
 
     def read(self, block: Any, offset: int, nbytes: int) -> bytes:
         """Return contents of a block."""
-        return ctypes.string_at(self.address(block) + offset, nbytes)
+        return ctypes.string_at(self.start_of(block) + offset, nbytes)
 
     def survives(self, known: Live) -> bool:
         """True if a block stays valid after a reset, because it is in use."""

@@ -111,6 +111,7 @@ def shared_by_empty(new: Live, others: Iterable[tuple[int, Live]]) -> str | None
 def check_reads(serial: int, known: Live, offset: int, length: int, seen: bytes) -> None:
     """Check that what was read at `offset` of a block is what was written there."""
     is_bytes = isinstance(seen, bytes | bytearray | memoryview)
+    seen = bytes(seen) if is_bytes else seen
     if not is_bytes or len(seen) != length:
         told = f"{len(seen)} bytes" if is_bytes else f"an object of {type(seen)}"
         raise TypeError(

@@ -138,10 +138,10 @@ def test_without_atheris_the_command_says_what_is_missing(tmp_path, capsys, monk
 
 
 @needs_gcc
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("fault", ["os._exit(0)", "os._exit(3)", "raise RuntimeError"])
 @pytest.mark.parametrize("calls", [1, 1000], ids=["first program", "later"])
 @pytest.mark.full
-def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, status, calls):
+def test_a_fault_that_shows_once_is_found(watched, tmp_path, monkeypatch, fault, calls):
     text = f"""
         import ctypes, itertools, os
 
@@ -153,7 +153,7 @@ def test_code_that_ends_the_process_is_found(watched, tmp_path, monkeypatch, sta
         class Ending(BumpMachine):
             def allocate(self, state, nbytes, align):
                 if next(calls) == {calls}:
-                    os._exit({status})
+                    {fault}
                 return super().allocate(state, nbytes, align)
     """
     (tmp_path / "ending.py").write_text(textwrap.dedent(text))

@@ -7,6 +7,7 @@ import re
 import sys
 from multiprocessing.shared_memory import SharedMemory
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -60,8 +61,26 @@ class NoAddress(Bytes):
         super().address(block)
 
 
-def test_hooks_that_return_bytes():
-    assert attack(Bytes, examples=20, shrink=0).error is None
+class SignedReads(Bytes):
+    def read(self, block, offset, nbytes):
+        return memoryview((ctypes.c_byte * nbytes).from_buffer_copy(block, offset))
+
+
+class Characters(Bytes):
+    def read(self, block, offset, nbytes):
+        return memoryview((ctypes.c_char * nbytes).from_buffer_copy(block, offset))
+
+
+class NumPyAddress(Bytes):
+    read, write = Unaligned.read, Unaligned.write
+
+    def address(self, block):
+        return np.uint64(super().address(block))
+
+
+@pytest.mark.parametrize("machine", [Bytes, SignedReads, Characters, NumPyAddress])
+def test_hooks_that_return_bytes_and_integers(machine):
+    assert attack(machine, examples=20, shrink=0).error is None
 
 
 @pytest.mark.parametrize(
