@@ -5,7 +5,8 @@ it, and what the host sees of it. What does not: allocation itself, which is dev
 (device-code/arenapy.cuh).
 
 A Buffer over a part of the memory keeps a `_Window`, and a reset is refused while there is one. So
-no byte is handed out again while somebody on the host can see it.
+no byte is handed out again while somebody on the host can see it. A reset in a graph is the
+exception: nobody is asked when the graph is launched.
 """
 
 import struct
@@ -178,7 +179,8 @@ class _KernelMemory:
         stream : stream, optional
             The reset comes after the work that this stream has received so far. By default, it is
             done on return, and comes after the work of the legacy default stream and of all
-            blocking streams.
+            blocking streams. If the stream is captured, each launch of the graph resets the
+            memory, and does not look for Buffers.
 
         Raises
         ------

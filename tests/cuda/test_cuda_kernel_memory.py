@@ -65,6 +65,19 @@ def test_what_kernels_did(gpu, stream):
     assert at(slab.address + 256, "<2I") == (0, 2**32 - 2**8)
 
 
+def test_a_captured_reset_is_done_at_each_launch(gpu):
+    arena, s = cuda.KernelArena(1000), cuda.Stream()
+    gpu.begin_capture(s.handle)
+    arena.reset(s)
+    graph = gpu.end_capture(s.handle)
+    for nbytes in (64, 128):
+        a_kernel_took(arena, nbytes)
+        assert arena.used() == nbytes
+        gpu.replay(graph, s.handle)
+        assert arena.used(s) == 0
+    gpu.destroy_graph(graph)
+
+
 @pytest.mark.parametrize("name", [cuda.KernelArena.reset, cuda.KernelArena.used])
 def test_counters_come_after_streams_that_were_named(gpu, name):
     arena, s = cuda.KernelArena(1 << 20), cuda.Stream()
