@@ -795,6 +795,8 @@ class Existing:
     ``SharedMemory``) stays the parent's, and allocators over it are closed in the child. The parent
     does not reuse blocks that the child inherited until the child ends.
     Thread-safety: may be used from any thread.
+    Without the GIL, only one thread at a time may make an Existing over an object whose exports
+    Python does not count atomically, such as a bytearray in CPython 3.13.
 
     Examples
     --------

@@ -84,6 +84,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def as_int(found: Any, call: str, wanted: str) -> int:
+    """What a hook returned. NumPy's integers would overflow where they are added up."""
+    try:
+        return operator.index(found)
+    except TypeError:
+        raise TypeError(f"{call} returned {found!r}: return {wanted}, as an int") from None
+
+
 class AllocatorModel(RuleBasedStateMachine):
     """The hooks and the books of an `AllocatorMachine`, whose docstring says what they are.
 
@@ -161,14 +169,15 @@ class AllocatorModel(RuleBasedStateMachine):
 
     def start_of(self, block: Any) -> int:
         """Call `address`."""
-        start = self.address(block)
-        try:
-            return operator.index(start)
-        except TypeError:
-            raise TypeError(
-                f"address({block!r}) returned {start!r}: return the address of the block that "
-                "allocate() returned, as an int"
-            ) from None
+        wanted = "the address of the block that allocate() returned"
+        return as_int(self.address(block), f"address({block!r})", wanted)
+
+    def room(self) -> int | None:
+        """Call `remaining`, if there is such a hook."""
+        if self.remaining is None:
+            return None
+        found = self.call(self.remaining, self.state)
+        return as_int(found, "remaining(state)", "the bytes that are left")
 
     def write(self, block: Any, offset: int, data: bytes) -> None:
         """Write the contents of a block. With ``write = None``, contents are not checked."""
@@ -335,7 +344,7 @@ class AllocatorModel(RuleBasedStateMachine):
     def request(self, nbytes: int, align: int | None) -> int | None:
         """Allocate; the serial number of the new block, or None if it was refused."""
         before = self.snapshot()
-        room = None if self.remaining is None else self.call(self.remaining, self.state)
+        room = self.room()
         try:
             block = self.ask(self.state, nbytes, align)
         except self.refusals:

@@ -56,6 +56,11 @@ class WrongReads(Bytes):
         return nbytes
 
 
+class NoRemaining(Bytes):
+    def remaining(self, state):
+        pass
+
+
 class NoAddress(Bytes):
     def address(self, block):
         super().address(block)
@@ -78,7 +83,14 @@ class NumPyAddress(Bytes):
         return np.uint64(super().address(block))
 
 
-@pytest.mark.parametrize("machine", [Bytes, SignedReads, Characters, NumPyAddress])
+class NumPyRemaining(Bytes):
+    grows = True
+
+    def remaining(self, state):
+        return np.uint64(100)
+
+
+@pytest.mark.parametrize("machine", [Bytes, SignedReads, Characters, NumPyAddress, NumPyRemaining])
 def test_hooks_that_return_bytes_and_integers(machine):
     assert attack(machine, examples=20, shrink=0).error is None
 
@@ -88,6 +100,7 @@ def test_hooks_that_return_bytes_and_integers(machine):
     [
         (ShortReads, r"read\(block, \d+, \d+\) returned 0 bytes: return the \d+ bytes"),
         (WrongReads, r"read\(block, 0, \d+\) returned an object of <class 'int'>"),
+        (NoRemaining, r"remaining\(state\) returned None: return the bytes that are left"),
         (NoAddress, r"address\(bytearray\(.*\)\) returned None: return the address"),
     ],
 )
