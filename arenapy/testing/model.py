@@ -170,7 +170,7 @@ class AllocatorModel(RuleBasedStateMachine):
     def start_of(self, block: Any) -> int:
         """Call `address`."""
         wanted = "the address of the block that allocate() returned"
-        return as_int(self.address(block), f"address({block!r})", wanted)
+        return as_int(self.address(block), "address(block)", wanted)
 
     def room(self) -> int | None:
         """Call `remaining`, if there is such a hook."""
