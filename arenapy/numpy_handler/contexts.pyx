@@ -8,13 +8,14 @@ one of ours, the newest last: whoever leaves takes itself out of it, wherever it
 A signal's exception (Ctrl-C) may strike between any two bytecodes, and also at the first one of a
 Python function: of an `__exit__`, say, before it has done anything. So what enters and leaves is
 compiled, calls no function that is written in Python, and waits for no lock that a signal could
-interrupt: it is done as a whole or not at all. Where there is a GIL it guards what threads share;
-without it, critical sections do.
+interrupt: it is done as a whole or not at all. What threads share is changed by one at a time, who
+has `starts.busy`: a critical section would be given up in between, for the lock of the class.
 
 What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
 handler itself (handler), decorators and arguments (numpy_memory), what libc keeps (libc_malloc).
 """
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -23,9 +24,11 @@ from types import CellType, FunctionType
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport uint64_t
 
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr, arenapy_take_ptr,
+    ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr,
+    arenapy_store, arenapy_take_ptr,
 )
 from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
@@ -48,6 +51,12 @@ cdef extern from *:
     """
     bint no_collection "arenapy_no_collection" () noexcept
     int collection_again "arenapy_collection_again" () noexcept
+
+cdef extern from "Python.h":
+    uint64_t PyThread_get_thread_ident() noexcept
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
 
 cdef extern from "numpy/arrayobject.h":
     object PyDataMem_SetHandler(object handler)
@@ -267,10 +276,13 @@ cdef class Context:
             in_force = entry.capsule
         stack = old[:at] + (entry,) + old[at:]    # "(*old, ...)" is a list first, which others find
         if cover:
-            with cython.critical_section(starts):
+            first = starts.begin()
+            try:
                 if self.threads:
                     starts.cover(self if installed else None)
                 self.covers += 1
+            finally:
+                starts.end(first)
         try:
             put_in_force(in_force, stack)
         except BaseException:
@@ -319,13 +331,15 @@ cdef class Context:
 
     cdef bint uncover(self, bint installed) except -1:
         """False: it had not asked for anything."""
-        cdef bint covered
-        with cython.critical_section(starts):
+        cdef bint covered, first = starts.begin()
+        try:
             covered = self.covers > 0
             if covered:
                 if self.threads:
                     starts.uncover(self if installed else None)
                 self.covers -= 1
+        finally:
+            starts.end(first)
         return covered
 
 
@@ -386,6 +400,7 @@ def begin_unseen(ended, generator):
 cdef class Starts:
     """`threading.Thread.start`, wrapped while somebody wants threads covered."""
 
+    cdef uint64_t busy               # atomic: the thread that changes something, and its context
     cdef Py_ssize_t users
     cdef list defaults               # those that are installed for all threads
     cdef list wrappers               # weak references to those that somebody may still have
@@ -393,6 +408,21 @@ cdef class Starts:
     def __cinit__(self):
         self.defaults = []
         self.wrappers = []
+
+    cdef bint begin(self) noexcept:
+        """False: this thread has begun already, and called code of the user, which came here."""
+        cdef uint64_t nobody = 0, me = PyThread_get_thread_ident()
+        while not arenapy_cas(&self.busy, &nobody, me):
+            if nobody == me or arenapy_finalizing():     # whoever had it may never run again
+                return False
+            nobody = 0
+            with nogil:
+                sched_yield()
+        return True
+
+    cdef void end(self, bint first) noexcept:
+        if first:
+            arenapy_store(&self.busy, 0)
 
     cdef bint is_ours(self, object start):
         for reference in self.wrappers:
@@ -443,6 +473,13 @@ seal(Starts)
 cdef Starts starts = Starts.__new__(Starts)
 
 
+def _in_child():
+    arenapy_store(&starts.busy, 0)   # another thread may have been at it, which is gone
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 cdef object wrapper(object original):
     """The `Thread.start` that gives a thread the handler of the context it is started in.
 
@@ -489,9 +526,11 @@ cdef Context of_new_thread():
     for entry in reversed(_stack.get()):
         if entry.memory is not None and entry.memory.threads:
             return entry.memory
-    with cython.critical_section(starts):
-        defaults = starts.defaults
-        return defaults[len(defaults) - 1] if defaults else None
+    first = starts.begin()
+    try:
+        return starts.defaults[-1] if starts.defaults else None
+    finally:
+        starts.end(first)
 
 
 cdef object run_under(Context memory, object thread, object own):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+from helpers import GIL
 from numpy._core.multiarray import get_handler_name
 from numpy_arrays import empty, same, three_pools, where
 
@@ -443,6 +444,33 @@ def test_many_threads_enter_and_leave(pools):
 
     with ThreadPoolExecutor(6) as executor:
         list(executor.map(work, range(6)))
+
+
+def test_start_is_ours_while_other_threads_enter_and_leave(pools):
+    """Also without a GIL, where a thread waits for the lock of a class that another one changes."""
+    start, over = Thread.start, False
+
+    def enter_and_leave(pool):
+        memory = numpy_memory(pool, threads=True)
+        for _ in range(10_000 if GIL else 200_000):
+            with memory:
+                assert Thread.start is not start
+
+    def change_a_class():
+        while not over:
+            Changed.value = 1
+
+    class Changed:
+        pass
+
+    with ThreadPoolExecutor(4) as executor:
+        changes = [executor.submit(change_a_class) for _ in range(2)]
+        try:
+            list(executor.map(enter_and_leave, pools[:2]))
+        finally:
+            over = True
+    assert [one.result() for one in changes] == [None, None]
+    assert Thread.start is start
 
 
 # unreached ---------------------------------------------------------------------------------------
