@@ -8,8 +8,9 @@ one of ours, the newest last: whoever leaves takes itself out of it, wherever it
 A signal's exception (Ctrl-C) may strike between any two bytecodes, and also at the first one of a
 Python function: of an `__exit__`, say, before it has done anything. So what enters and leaves is
 compiled, calls no function that is written in Python, and waits for no lock that a signal could
-interrupt: it is done as a whole or not at all. What threads share is changed by one at a time, who
-has `starts.busy`: a critical section would be given up in between, for the lock of the class.
+interrupt: it is done as a whole or not at all. Where there is a GIL it guards what threads share.
+Without it, whoever has `starts.busy` does: a critical section would be given up in between, for the
+lock of the class.
 
 What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
 handler itself (handler), decorators and arguments (numpy_memory), what libc keeps (libc_malloc).
@@ -410,8 +411,13 @@ cdef class Starts:
         self.wrappers = []
 
     cdef bint begin(self) noexcept:
-        """False: this thread has begun already, and called code of the user, which came here."""
+        """Without a GIL; with it, finalizers may run in between. False: there is nothing to end.
+
+        So it is if this thread has begun already, and called code of the user, which came here.
+        """
         cdef uint64_t nobody = 0, me = PyThread_get_thread_ident()
+        if ARENAPY_GIL:
+            return False
         while not arenapy_cas(&self.busy, &nobody, me):
             if nobody == me or arenapy_finalizing():     # whoever had it may never run again
                 return False

@@ -380,7 +380,9 @@ class AllocatorModel(RuleBasedStateMachine):
             shared = shared_by_empty(known, self.live.items())
             self.expect("empty-shared", shared is None, shared or "")
         if self.bounds is not None:
-            check_inside(known, self.call(self.bounds, self.state))
+            told = "bounds(state)", "pairs of an address and bytes"
+            ranges = self.call(self.bounds, self.state)
+            check_inside(known, [(as_int(at, *told), as_int(n, *told)) for at, n in ranges])
         return known
 
     def expect_aligned(self, start: int, align: int) -> None:

@@ -7,7 +7,7 @@ a block that lies in the memory of another one reads wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,8 @@ def windows(nbytes: int) -> list[tuple[int, int]]:
     return [(0, SAMPLE), (nbytes // 2, 64), (nbytes - SAMPLE, SAMPLE)]
 
 
-def check_inside(new: Live, bounds: Iterable[tuple[int, int]]) -> None:
+def check_inside(new: Live, ranges: Sequence[tuple[int, int]]) -> None:
     """A block is within one of the ranges (start, nbytes) that its allocator has."""
-    ranges = list(bounds)
     if not any(a <= new.start and new.start + new.nbytes <= a + n for a, n in ranges):
         owned = ", ".join(f"[{a:#x}, {a + n:#x})" for a, n in ranges)
         raise Fault("outside", f"{new} is outside of {owned}")

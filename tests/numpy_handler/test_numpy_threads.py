@@ -473,6 +473,41 @@ def test_start_is_ours_while_other_threads_enter_and_leave(pools):
     assert Thread.start is start
 
 
+def test_a_finalizer_may_wait_for_a_thread_that_enters(pools):
+    """Before CPython 3.12 the collector runs it wherever this thread allocates."""
+    memory = numpy_memory(pools[0], threads=True)
+    lock, over, waited = threading.Lock(), False, []
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            waited.append(lock.acquire(timeout=3))
+            lock.release()
+
+    def enter():
+        while not over:
+            with lock, memory:
+                pass
+
+    threshold = gc.get_threshold()
+    with ThreadPoolExecutor(1) as executor:
+        entering = executor.submit(enter)
+        gc.set_threshold(7)
+        try:
+            for _ in range(300):
+                Garbage()
+                with memory:
+                    pass
+        finally:
+            gc.set_threshold(*threshold)
+            over = True
+    assert entering.result() is None
+    gc.collect()
+    assert all(waited) and len(waited) == 300
+
+
 # unreached ---------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,19 @@ class WrongReads(Bytes):
         return nbytes
 
 
+def test_bounds_of_numpy_integers():
+    class Outside(Bytes):
+        def bounds(self, state):
+            return [(np.uint64(0), np.int64(1))]
+
+    class Inside(Bytes):
+        def bounds(self, state):
+            return [(np.int64(2**62), np.int32(1)), (np.uint64(0), np.int64(2**62))]
+
+    assert list(attack(Outside, examples=20, shrink=0).findings) == ["outside"]
+    assert attack(Inside, examples=20, shrink=0).error is None
+
+
 class NoRemaining(Bytes):
     def remaining(self, state):
         pass
