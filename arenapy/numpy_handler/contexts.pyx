@@ -100,6 +100,7 @@ cdef class PoolHandler:
     cdef readonly object counts
     cdef object local                # of each thread, its Presence
     cdef dict presences              # weak references to them, by the thread's ident
+    cdef Py_ssize_t sweep_at         # when it has so many, those of ended threads go
 
     def __cinit__(self, capsule, counts):
         self.capsule, self.counts = capsule, counts
@@ -114,10 +115,12 @@ cdef class PoolHandler:
             mine = Presence.__new__(Presence)
             self.local.presence = mine
             presences, reference = self.presences, ref(mine)
-            # Of a copy: other code may run meanwhile, and a critical section lets others in then.
-            for ident, other in presences.copy().items():
-                if other() is None and found_in(presences, ident) is other:
-                    presences.pop(ident, None)
+            if len(presences) >= self.sweep_at:
+                # Of a copy: other code may run meanwhile, and a critical section lets others in.
+                for ident, other in presences.copy().items():
+                    if other() is None and found_in(presences, ident) is other:
+                        presences.pop(ident, None)
+                self.sweep_at = 2 * len(presences)
             presences[get_ident()] = reference
         return mine
 
@@ -277,18 +280,12 @@ cdef class Context:
             in_force = entry.capsule
         stack = old[:at] + (entry,) + old[at:]    # "(*old, ...)" is a list first, which others find
         if cover:
-            first = starts.begin()
-            try:
-                if self.threads:
-                    starts.cover(self if installed else None)
-                self.covers += 1
-            finally:
-                starts.end(first)
+            starts.cover(self, installed)
         try:
             put_in_force(in_force, stack)
         except BaseException:
             if cover:
-                self.uncover(installed)
+                starts.uncover(self, installed)
             raise
         mine.times += 1
         if asked and self._keeps:    # last: glibc never quite forgets it
@@ -326,22 +323,9 @@ cdef class Context:
             (<Presence>mine).times -= 1
         elif installed:
             return False
-        if asked and self.uncover(installed) and self._keeps:
+        if asked and starts.uncover(self, installed) and self._keeps:
             keep_no_more()
         return True
-
-    cdef bint uncover(self, bint installed) except -1:
-        """False: it had not asked for anything."""
-        cdef bint covered, first = starts.begin()
-        try:
-            covered = self.covers > 0
-            if covered:
-                if self.threads:
-                    starts.uncover(self if installed else None)
-                self.covers -= 1
-        finally:
-            starts.end(first)
-        return covered
 
 
 @cython.final
@@ -401,7 +385,7 @@ def begin_unseen(ended, generator):
 cdef class Starts:
     """`threading.Thread.start`, wrapped while somebody wants threads covered."""
 
-    cdef uint64_t busy               # atomic: the thread that changes something, and its context
+    cdef uint64_t busy               # atomic: 1 while a thread changes or reads what follows
     cdef Py_ssize_t users
     cdef list defaults               # those that are installed for all threads
     cdef list wrappers               # weak references to those that somebody may still have
@@ -411,24 +395,77 @@ cdef class Starts:
         self.wrappers = []
 
     cdef bint begin(self) noexcept:
-        """Without a GIL; with it, finalizers may run in between. False: there is nothing to end.
-
-        So it is if this thread has begun already, and called code of the user, which came here.
-        """
-        cdef uint64_t nobody = 0, me = PyThread_get_thread_ident()
-        if ARENAPY_GIL:
-            return False
-        while not arenapy_cas(&self.busy, &nobody, me):
-            if nobody == me or arenapy_finalizing():     # whoever had it may never run again
+        """A GIL does without. False: there is nothing to end, as nobody else runs any more."""
+        cdef uint64_t nobody = 0
+        while not ARENAPY_GIL and not arenapy_cas(&self.busy, &nobody, 1):
+            if arenapy_finalizing():         # whoever had it may never run again
                 return False
             nobody = 0
             with nogil:
                 sched_yield()
         return True
 
-    cdef void end(self, bint first) noexcept:
-        if first:
+    cdef void end(self, bint begun) noexcept:
+        if begun:
             arenapy_store(&self.busy, 0)
+
+    # Between the two no code of others runs: it may wait for a thread that waits here. So nothing
+    # is made there, since this may collect garbage, and nothing is compared but identities.
+
+    cdef int cover(self, Context memory, bint installed) except -1:
+        cdef bint begun, missing
+        wrapped = ours = reference = None
+        while True:
+            if memory.threads and self.users == 0:
+                wrapped = start_of_threads()
+                if wrapped is not None:
+                    ours = wrapper(threading.Thread.start)
+                    reference = ref(ours)
+            begun = self.begin()
+            try:
+                start = start_of_threads()
+                # Ours may still be there: another wrapper of it was taken away late.
+                missing = (memory.threads and self.users == 0 and start is not None
+                           and not self.is_ours(start))
+                if not missing or start is wrapped:
+                    if missing:
+                        self.forget_the_dead()
+                        self.wrappers.append(reference)
+                    if memory.threads and installed:
+                        self.defaults.append(memory)
+                    if missing:
+                        threading.Thread.start = ours
+                    self.users += memory.threads
+                    memory.covers += 1
+                    return 0
+            finally:
+                self.end(begun)
+
+    cdef bint uncover(self, Context memory, bint installed) except -1:
+        """False: it had not asked for anything."""
+        cdef bint begun = self.begin()
+        try:
+            if memory.covers == 0:
+                return False
+            if memory.threads:
+                if installed:
+                    self.forget_default(memory)
+                # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
+                start = start_of_threads()
+                if self.users == 1 and start is not None and self.is_ours(start):
+                    threading.Thread.start = start.__wrapped__
+                self.users -= 1
+            memory.covers -= 1
+            return True
+        finally:
+            self.end(begun)
+
+    cdef object newest_default(self):
+        cdef bint begun = self.begin()
+        try:
+            return self.defaults[len(self.defaults) - 1] if self.defaults else None
+        finally:
+            self.end(begun)
 
     cdef bint is_ours(self, object start):
         for reference in self.wrappers:
@@ -437,7 +474,6 @@ cdef class Starts:
         return False
 
     cdef int forget_the_dead(self) except -1:
-        """In place: a new list could begin a collection of garbage, which runs other code."""
         cdef Py_ssize_t i = len(self.wrappers)
         while i > 0:
             i -= 1
@@ -445,32 +481,12 @@ cdef class Starts:
                 del self.wrappers[i]
         return 0
 
-    # At the interpreter's end no thread starts, and the names of this module are None.
-
-    cdef int cover(self, Context default) except -1:
-        start = None if arenapy_finalizing() else threading.Thread.start
-        ours = None
-        # Ours may still be there: another wrapper of it was taken away late.
-        if self.users == 0 and start is not None and not self.is_ours(start):
-            ours = wrapper(start)
-            reference = ref(ours)
-            self.forget_the_dead()
-            self.wrappers.append(reference)
-        if default is not None:
-            self.defaults.append(default)
-        if ours is not None:
-            threading.Thread.start = ours
-        self.users += 1
-        return 0
-
-    cdef int uncover(self, Context default) except -1:
-        if default is not None and default in self.defaults:
-            self.defaults.remove(default)
-        # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
-        start = None if arenapy_finalizing() else threading.Thread.start
-        if self.users == 1 and start is not None and self.is_ours(start):
-            threading.Thread.start = start.__wrapped__
-        self.users -= 1
+    cdef int forget_default(self, Context memory) except -1:
+        cdef Py_ssize_t i
+        for i in range(len(self.defaults)):
+            if self.defaults[i] is memory:
+                del self.defaults[i]
+                break
         return 0
 
 
@@ -484,6 +500,14 @@ def _in_child():
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+cdef object start_of_threads():
+    """What is set as `Thread.start`, which may be a descriptor.
+
+    At the interpreter's end no thread starts, and the names of this module are None.
+    """
+    return None if arenapy_finalizing() else threading.Thread.__dict__.get("start")
 
 
 cdef object wrapper(object original):
@@ -532,11 +556,7 @@ cdef Context of_new_thread():
     for entry in reversed(_stack.get()):
         if entry.memory is not None and entry.memory.threads:
             return entry.memory
-    first = starts.begin()
-    try:
-        return starts.defaults[-1] if starts.defaults else None
-    finally:
-        starts.end(first)
+    return starts.newest_default()
 
 
 cdef object run_under(Context memory, object thread, object own):

@@ -508,6 +508,34 @@ def test_a_finalizer_may_wait_for_a_thread_that_enters(pools):
     assert all(waited) and len(waited) == 300
 
 
+def test_what_wraps_start_may_wait_for_a_thread_that_enters(pools, monkeypatch):
+    memory, start = numpy_memory(pools[0], threads=True), Thread.start
+    threads, entered = [], []
+
+    def enter():
+        with memory:
+            entered.append(where(pools))
+
+    class Proxy:
+        def __get__(self, thread, kind=None):
+            return self if thread is None else lambda: start(thread)
+
+        def __call__(self, thread):
+            start(thread)
+
+        def __getattr__(self, name):
+            if not threads:
+                threads.append(Thread(target=enter))
+                start(threads[0])
+                threads[0].join(3)
+            return getattr(start, name)
+
+    monkeypatch.setattr(Thread, "start", Proxy())
+    with memory:
+        assert entered == [0]
+        assert in_thread(where, pools) == 0
+
+
 # unreached ---------------------------------------------------------------------------------------
 
 
