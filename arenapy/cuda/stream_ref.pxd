@@ -11,10 +11,12 @@ cdef enum:
 
 cdef class WeakValues:
     cdef dict refs                   # weak ones
+    cdef uint64_t busy               # see begin_turn
 
     cdef object get(self, object key)    # None: there is none
     cdef int put(self, object key, object value) except -1
-    # The value of the key: `made`, unless another thread has replaced `old` (None: none) before.
+    # The value of the key afterwards: `made`, if there was none, or `old`; or else what another
+    # thread has put there.
     cdef object first(self, object key, object made, object old=*)
 
 

@@ -43,6 +43,7 @@ from arenapy.cuda.driver cimport (
     primary,
 )
 from arenapy.base.sealed cimport seal
+from arenapy.base.turns cimport begin_turn, end_turn
 
 from arenapy.cuda.errors import CudaError
 
@@ -91,7 +92,6 @@ cdef enum:
 
 # StreamRefs, by what tells them apart, `generation` first.
 cdef WeakValues known = WeakValues.__new__(WeakValues)
-cdef object knowing = threading.RLock()      # the collector may run code that names a stream
 cdef object this_thread = threading.local()
 cdef object threads = itertools.count(1)
 
@@ -113,21 +113,35 @@ cdef class WeakValues:
         return None if ref is None else ref()
 
     cdef int put(self, object key, object value) except -1:
-        self.refs[key] = weakref.ref(value, functools.partial(self.forget, key))
+        cdef object ref = weakref.ref(value, functools.partial(self.forget, key))
+        cdef bint begun = begin_turn(&self.busy)
+        try:
+            self.refs[key] = ref
+        finally:
+            end_turn(&self.busy, begun)
         return 0
 
     cdef object first(self, object key, object made, object old=None):
+        # Made before the turn, in which no garbage is collected and no object ends.
+        cdef object ref = weakref.ref(made, functools.partial(self.forget, key))
         cdef object found
-        with knowing:
+        cdef bint begun = begin_turn(&self.busy)
+        try:
             found = self.get(key)
-            if found is old:
-                self.put(key, made)
+            if found is None or found is old:
+                self.refs[key] = ref
                 found = made
+        finally:
+            end_turn(&self.busy, begun)
         return found
 
     def forget(self, key, ref):
-        if found_in(self.refs, key) is ref:
-            self.refs.pop(key, None)
+        cdef bint begun = begin_turn(&self.busy)
+        try:
+            if found_in(self.refs, key) is ref:
+                self.refs.pop(key, None)
+        finally:
+            end_turn(&self.busy, begun)
 
 
 seal(WeakValues)
@@ -641,8 +655,7 @@ cdef StreamRef made_stream(void* context, int device_id, unsigned int flags):
     with nogil:
         result = driver.cuStreamGetId(made.handle, &made.id)
     checked(result, "cuStreamGetId")
-    with knowing:
-        known.put((generation, <uintptr_t>context, 0, made.id), made)
+    known.put((generation, <uintptr_t>context, 0, made.id), made)
     return made
 
 

@@ -8,15 +8,13 @@ one of ours, the newest last: whoever leaves takes itself out of it, wherever it
 A signal's exception (Ctrl-C) may strike between any two bytecodes, and also at the first one of a
 Python function: of an `__exit__`, say, before it has done anything. So what enters and leaves is
 compiled, calls no function that is written in Python, and waits for no lock that a signal could
-interrupt: it is done as a whole or not at all. Where there is a GIL it guards what threads share.
-Without it, whoever has `starts.busy` does: a critical section would be given up in between, for the
-lock of the class.
+interrupt: it is done as a whole or not at all. What threads share is changed in turns
+(base/turns.pxd).
 
 What lives here: entering, leaving, and the wrapper of `threading.Thread.start`. What does not: the
 handler itself (handler), decorators and arguments (numpy_memory), what libc keeps (libc_malloc).
 """
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -25,14 +23,15 @@ from types import CellType, FunctionType
 
 cimport cython
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from arenapy.base.atomic cimport (
-    ARENAPY_GIL, arenapy_cas, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr,
-    arenapy_store, arenapy_take_ptr,
+    ARENAPY_GIL, arenapy_cas_ptr, arenapy_finalizing, arenapy_load_ptr, arenapy_take_ptr,
 )
 from arenapy.base.dicts cimport found_in
 from arenapy.base.sealed cimport seal
+from arenapy.base.turns cimport begin_turn, end_turn
 from arenapy.linux.libc_malloc cimport keep, keep_no_more
 
 from arenapy.numpy_handler.thread_start import start_by
@@ -54,10 +53,9 @@ cdef extern from *:
     int collection_again "arenapy_collection_again" () noexcept
 
 cdef extern from "Python.h":
-    uint64_t PyThread_get_thread_ident() noexcept
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
+    ctypedef struct PyTypeObject:
+        PyObject* tp_dict
+    PyObject* PyFunction_GetCode(object function)
 
 cdef extern from "numpy/arrayobject.h":
     object PyDataMem_SetHandler(object handler)
@@ -113,15 +111,17 @@ cdef class PoolHandler:
         cdef dict presences
         if mine is None:
             mine = Presence.__new__(Presence)
-            self.local.presence = mine
             presences, reference = self.presences, ref(mine)
             if len(presences) >= self.sweep_at:
                 # Of a copy: other code may run meanwhile, and a critical section lets others in.
                 for ident, other in presences.copy().items():
-                    if other() is None and found_in(presences, ident) is other:
-                        presences.pop(ident, None)
+                    if other() is None:
+                        gone = presences.pop(ident, None)
+                        if gone is not None and gone is not other:    # a new thread has the ident
+                            presences.setdefault(ident, gone)
                 self.sweep_at = 2 * len(presences)
             presences[get_ident()] = reference
+            self.local.presence = mine
         return mine
 
     def reached(self):
@@ -323,7 +323,8 @@ cdef class Context:
             (<Presence>mine).times -= 1
         elif installed:
             return False
-        if asked and starts.uncover(self, installed) and self._keeps:
+        if (asked and (self.threads or self._keeps) and starts.uncover(self, installed)
+                and self._keeps):
             keep_no_more()
         return True
 
@@ -385,52 +386,33 @@ def begin_unseen(ended, generator):
 cdef class Starts:
     """`threading.Thread.start`, wrapped while somebody wants threads covered."""
 
-    cdef uint64_t busy               # atomic: 1 while a thread changes or reads what follows
+    cdef uint64_t busy               # see begin_turn; of what follows, and of Context.covers
     cdef Py_ssize_t users
     cdef list defaults               # those that are installed for all threads
-    cdef list wrappers               # weak references to those that somebody may still have
 
     def __cinit__(self):
         self.defaults = []
-        self.wrappers = []
 
-    cdef bint begin(self) noexcept:
-        """A GIL does without. False: there is nothing to end, as nobody else runs any more."""
-        cdef uint64_t nobody = 0
-        while not ARENAPY_GIL and not arenapy_cas(&self.busy, &nobody, 1):
-            if arenapy_finalizing():         # whoever had it may never run again
-                return False
-            nobody = 0
-            with nogil:
-                sched_yield()
-        return True
-
-    cdef void end(self, bint begun) noexcept:
-        if begun:
-            arenapy_store(&self.busy, 0)
-
-    # Between the two no code of others runs: it may wait for a thread that waits here. So nothing
+    # In a turn no code of others runs: it may wait for a thread that waits for its turn. So nothing
     # is made there, since this may collect garbage, and nothing is compared but identities.
 
     cdef int cover(self, Context memory, bint installed) except -1:
         cdef bint begun, missing
-        wrapped = ours = reference = None
+        wrapped = ours = None
         while True:
-            if memory.threads and self.users == 0:
+            if memory.threads and self.users == 0:    # asked again in the turn
                 wrapped = start_of_threads()
                 if wrapped is not None:
-                    ours = wrapper(threading.Thread.start)
-                    reference = ref(ours)
-            begun = self.begin()
+                    descriptor = type(wrapped) is not FunctionType
+                    ours = wrapper(threading.Thread.start if descriptor else wrapped)
+            start = None                     # it may end here, and not in the turn
+            begun = begin_turn(&self.busy)
             try:
                 start = start_of_threads()
                 # Ours may still be there: another wrapper of it was taken away late.
                 missing = (memory.threads and self.users == 0 and start is not None
-                           and not self.is_ours(start))
+                           and not is_ours(start))
                 if not missing or start is wrapped:
-                    if missing:
-                        self.forget_the_dead()
-                        self.wrappers.append(reference)
                     if memory.threads and installed:
                         self.defaults.append(memory)
                     if missing:
@@ -439,11 +421,11 @@ cdef class Starts:
                     memory.covers += 1
                     return 0
             finally:
-                self.end(begun)
+                end_turn(&self.busy, begun)
 
     cdef bint uncover(self, Context memory, bint installed) except -1:
         """False: it had not asked for anything."""
-        cdef bint begun = self.begin()
+        cdef bint begun = begin_turn(&self.busy)
         try:
             if memory.covers == 0:
                 return False
@@ -452,34 +434,20 @@ cdef class Starts:
                     self.forget_default(memory)
                 # Somebody else may have wrapped ours meanwhile: then it stays, and does nothing.
                 start = start_of_threads()
-                if self.users == 1 and start is not None and self.is_ours(start):
+                if self.users == 1 and start is not None and is_ours(start):
                     threading.Thread.start = start.__wrapped__
                 self.users -= 1
             memory.covers -= 1
             return True
         finally:
-            self.end(begun)
+            end_turn(&self.busy, begun)
 
     cdef object newest_default(self):
-        cdef bint begun = self.begin()
+        cdef bint begun = begin_turn(&self.busy)
         try:
             return self.defaults[len(self.defaults) - 1] if self.defaults else None
         finally:
-            self.end(begun)
-
-    cdef bint is_ours(self, object start):
-        for reference in self.wrappers:
-            if reference() is start:
-                return True
-        return False
-
-    cdef int forget_the_dead(self) except -1:
-        cdef Py_ssize_t i = len(self.wrappers)
-        while i > 0:
-            i -= 1
-            if self.wrappers[i]() is None:
-                del self.wrappers[i]
-        return 0
+            end_turn(&self.busy, begun)
 
     cdef int forget_default(self, Context memory) except -1:
         cdef Py_ssize_t i
@@ -495,19 +463,21 @@ seal(Starts)
 cdef Starts starts = Starts.__new__(Starts)
 
 
-def _in_child():
-    arenapy_store(&starts.busy, 0)   # another thread may have been at it, which is gone
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 cdef object start_of_threads():
     """What is set as `Thread.start`, which may be a descriptor.
 
     At the interpreter's end no thread starts, and the names of this module are None.
     """
-    return None if arenapy_finalizing() else threading.Thread.__dict__.get("start")
+    if arenapy_finalizing():
+        return None
+    kind = threading.Thread
+    # No code of the user is called, and no memory is needed, as it would be for `__dict__`.
+    start = found_in(<dict>(<PyTypeObject*>kind).tp_dict, "start") if type(kind) is type else None
+    return kind.start if start is None else start    # a class may inherit it
+
+
+cdef bint is_ours(object start):
+    return type(start) is FunctionType and PyFunction_GetCode(start) == <PyObject*>start_code
 
 
 cdef object wrapper(object original):
@@ -548,6 +518,7 @@ def start_thread(original, thread):
 
 
 START = start_by(start_thread, None)
+cdef object start_code = START.__code__
 
 
 cdef Context of_new_thread():

@@ -89,7 +89,7 @@ def as_int(found: Any, call: str, wanted: str) -> int:
     try:
         return operator.index(found)
     except TypeError:
-        raise TypeError(f"{call} returned {found!r}: return {wanted}, as an int") from None
+        raise TypeError(f"{call} returned {found!r}: return {wanted}, as int") from None
 
 
 class AllocatorModel(RuleBasedStateMachine):
@@ -178,6 +178,12 @@ class AllocatorModel(RuleBasedStateMachine):
             return None
         found = self.call(self.remaining, self.state)
         return as_int(found, "remaining(state)", "the bytes that are left")
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Call `bounds`."""
+        told = "bounds(state), in a pair,", "an address and the number of bytes"
+        found = self.call(self.bounds, self.state)
+        return [(as_int(start, *told), as_int(nbytes, *told)) for start, nbytes in found]
 
     def write(self, block: Any, offset: int, data: bytes) -> None:
         """Write the contents of a block. With ``write = None``, contents are not checked."""
@@ -380,9 +386,7 @@ class AllocatorModel(RuleBasedStateMachine):
             shared = shared_by_empty(known, self.live.items())
             self.expect("empty-shared", shared is None, shared or "")
         if self.bounds is not None:
-            told = "bounds(state)", "pairs of an address and bytes"
-            ranges = self.call(self.bounds, self.state)
-            check_inside(known, [(as_int(at, *told), as_int(n, *told)) for at, n in ranges])
+            check_inside(known, self.ranges())
         return known
 
     def expect_aligned(self, start: int, align: int) -> None:

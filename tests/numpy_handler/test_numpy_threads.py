@@ -474,7 +474,7 @@ def test_start_is_ours_while_other_threads_enter_and_leave(pools):
 
 
 def test_a_finalizer_may_wait_for_a_thread_that_enters(pools):
-    """Before CPython 3.12 the collector runs it wherever this thread allocates."""
+    """It runs wherever a thread allocates, before CPython 3.12: in no lock, then."""
     memory = numpy_memory(pools[0], threads=True)
     lock, over, waited = threading.Lock(), False, []
 
