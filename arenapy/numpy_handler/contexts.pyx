@@ -55,6 +55,8 @@ cdef extern from *:
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         PyObject* tp_dict
+        PyObject* tp_mro
+    bint PyType_Check(object o)
     PyObject* PyFunction_GetCode(object function)
 
 cdef extern from "numpy/arrayobject.h":
@@ -108,21 +110,28 @@ cdef class PoolHandler:
     cdef Presence here(self):
         """Of this thread."""
         cdef Presence mine = getattr(self.local, "presence", None)
-        cdef dict presences
         if mine is None:
             mine = Presence.__new__(Presence)
-            presences, reference = self.presences, ref(mine)
-            if len(presences) >= self.sweep_at:
-                # Of a copy: other code may run meanwhile, and a critical section lets others in.
-                for ident, other in presences.copy().items():
-                    if other() is None:
-                        gone = presences.pop(ident, None)
-                        if gone is not None and gone is not other:    # a new thread has the ident
-                            presences.setdefault(ident, gone)
-                self.sweep_at = 2 * len(presences)
-            presences[get_ident()] = reference
-            self.local.presence = mine
+            self.local.presence = mine       # first: a finalizer may come here meanwhile
+            try:
+                self.list_presence(ref(mine))
+            except BaseException:
+                del self.local.presence
+                raise
         return mine
+
+    cdef int list_presence(self, object reference) except -1:
+        cdef dict presences = self.presences
+        if len(presences) >= self.sweep_at:
+            # Of a copy: other code may run meanwhile, and a critical section lets others in.
+            for ident, other in presences.copy().items():
+                if other() is None:
+                    gone = presences.pop(ident, None)
+                    if gone is not None and gone is not other:    # a new thread has the ident
+                        presences.setdefault(ident, gone)
+            self.sweep_at = 2 * len(presences)
+        presences[get_ident()] = reference
+        return 0
 
     def reached(self):
         """Idents of the threads that have it."""
@@ -464,16 +473,20 @@ cdef Starts starts = Starts.__new__(Starts)
 
 
 cdef object start_of_threads():
-    """What is set as `Thread.start`, which may be a descriptor.
+    """What `Thread.start` is found as, which may be a descriptor. None: there is none.
 
-    At the interpreter's end no thread starts, and the names of this module are None.
+    No code of the user is called for it, and no memory is needed. At the interpreter's end no
+    thread starts, and the names of this module are None.
     """
-    if arenapy_finalizing():
+    cdef PyObject* names
+    if arenapy_finalizing() or not PyType_Check(threading.Thread):
         return None
-    kind = threading.Thread
-    # No code of the user is called, and no memory is needed, as it would be for `__dict__`.
-    start = found_in(<dict>(<PyTypeObject*>kind).tp_dict, "start") if type(kind) is type else None
-    return kind.start if start is None else start    # a class may inherit it
+    for kind in <tuple>(<PyTypeObject*>threading.Thread).tp_mro:
+        names = (<PyTypeObject*>kind).tp_dict
+        start = None if names == NULL else found_in(<dict>names, "start")
+        if start is not None:
+            return start
+    return None
 
 
 cdef bint is_ours(object start):

@@ -508,6 +508,25 @@ def test_a_finalizer_may_wait_for_a_thread_that_enters(pools):
     assert all(waited) and len(waited) == 300
 
 
+class Inherits(threading.Thread):
+    """It has no `start` of its own."""
+
+
+@pytest.mark.parametrize("kind", [Inherits, lambda **_: None])
+def test_another_class_of_threads(pools, monkeypatch, kind):
+    """Whatever is in its place is left as it was."""
+    monkeypatch.setattr(threading, "Thread", kind)
+    start = getattr(kind, "start", None)
+    with numpy_memory(pools[0], threads=True):
+        if kind is Inherits:
+            reached = []
+            thread = threading.Thread(target=lambda: reached.append(where(pools)))
+            thread.start()
+            thread.join()
+            assert reached == [0]
+    assert getattr(kind, "start", None) is start
+
+
 def test_what_wraps_start_may_wait_for_a_thread_that_enters(pools, monkeypatch):
     memory, start = numpy_memory(pools[0], threads=True), Thread.start
     threads, entered = [], []
