@@ -412,8 +412,7 @@ cdef class Starts:
             if memory.threads and self.users == 0:    # asked again in the turn
                 wrapped = start_of_threads()
                 if wrapped is not None:
-                    descriptor = type(wrapped) is not FunctionType
-                    ours = wrapper(threading.Thread.start if descriptor else wrapped)
+                    ours = wrapper(wrapped)
             start = None                     # it may end here, and not in the turn
             begun = begin_turn(&self.busy)
             try:
@@ -524,7 +523,9 @@ def start_thread(original, thread):
         except Exception:
             ours = None              # a class whose `run` cannot be set: the thread goes without
     try:
-        original(thread)
+        # As `thread.start()`, which calls what a descriptor makes of it, if it is one.
+        bind = getattr(type(original), "__get__", None)
+        (original if bind is None else bind(original, thread, type(thread)))()
     except BaseException:
         restore_run(thread, ours, own)
         raise

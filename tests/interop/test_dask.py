@@ -174,11 +174,12 @@ def test_more_than_a_worker_may_have_and_a_worker_killed(cluster):
 
 
 LIMIT = 512 * MIB
+TERMINATE = "distributed.worker.memory.terminate"
 FRACTIONS = {
     "distributed.worker.memory.target": 0.7,
     "distributed.worker.memory.spill": 0.75,
     "distributed.worker.memory.pause": 0.8,
-    "distributed.worker.memory.terminate": False,
+    TERMINATE: False,
     "distributed.worker.memory.monitor-interval": "1h",  # the test says when it looks
 }
 
@@ -190,8 +191,8 @@ async def look(dask_worker):
     return types.SimpleNamespace(
         status=dask_worker.status.name,
         share=dask_worker.monitor.proc.memory_info().rss / LIMIT,
-        in_memory=len(dask_worker.data.fast),
-        on_disk=len(dask_worker.data.slow),
+        in_memory=len(getattr(dask_worker.data, "fast", dask_worker.data)),
+        on_disk=len(getattr(dask_worker.data, "slow", ())),  # it is a dict if nothing is spilled
         idle=plugin.pool.stats().idle_bytes / LIMIT,
         trimmed=plugin.trimmed_bytes / LIMIT,
     )
@@ -227,6 +228,17 @@ def test_idle_memory_is_given_back_before_a_worker_spills_or_pauses(cluster):
     assert second.share < 0.7
     sums = [client.submit(total, array).result() for array in kept]
     assert sums[1:] == [total(block(n, 16 * MIB)) for n in range(1, 1 + more)]
+
+
+@pytest.mark.full
+def test_idle_memory_is_given_back_before_a_nanny_ends_its_worker(cluster):
+    off = {name: False for name, one in FRACTIONS.items() if isinstance(one, float)}
+    client = cluster(1, FRACTIONS | off | {TERMINATE: 0.95}, memory_limit=LIMIT)
+    client.register_plugin(ArenaPlugin())
+    client.submit(hold_for_a_moment, 400 * MIB).result()
+    (one,) = client.run(look).values()
+    assert one.trimmed > 0 and one.idle > 0.1
+    assert one.share < 0.85
 
 
 # ---- the dashboard ----------------------------------------------------------------------------
@@ -609,21 +621,26 @@ def test_a_device_without_cupy(distributed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("limit", "target", "spill", "pause", "lowest"),
+    ("limit", "target", "spill", "pause", "terminate", "lowest"),
     [
-        (1000, 0.6, 0.7, 0.8, 600),
-        (1000, False, 0.7, 0.8, 700),
-        (1000, False, False, 0.8, 800),
-        (1000, False, False, False, None),
-        (None, 0.6, 0.7, 0.8, None),
+        (1000, 0.6, 0.7, 0.8, 0.95, 600),
+        (1000, False, 0.7, 0.8, 0.95, 700),
+        (1000, False, False, 0.8, 0.9, 765),
+        (1000, False, False, 0.8, False, 800),
+        (1000, False, False, False, 0.9, 765),
+        (1000, False, False, False, False, None),
+        (None, 0.6, 0.7, 0.8, 0.95, None),
     ],
 )
-def test_the_lowest_limit(limit, target, spill, pause, lowest):
+def test_the_lowest_limit(distributed, limit, target, spill, pause, terminate, lowest):
+    import dask
+
     manager = types.SimpleNamespace(
         memory_limit=limit, memory_target_fraction=target, memory_spill_fraction=spill,
         memory_pause_fraction=pause,
     )  # fmt: skip
-    assert arenapy_dask._lowest_limit(manager) == lowest
+    with dask.config.set({TERMINATE: terminate}):
+        assert arenapy_dask._lowest_limit(manager) == lowest
 
 
 def test_a_heartbeat_looks_at_the_pool_once(distributed, monkeypatch):

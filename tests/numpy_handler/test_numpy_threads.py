@@ -527,6 +527,21 @@ def test_another_class_of_threads(pools, monkeypatch, kind):
     assert getattr(kind, "start", None) is start
 
 
+@pytest.mark.parametrize("of_class", [None, Thread.start])
+def test_a_descriptor_in_place_of_start(pools, monkeypatch, of_class):
+    start, started = Thread.start, []
+
+    class Counts:
+        def __get__(self, thread, kind=None):
+            return of_class if thread is None else lambda: started.append(start(thread))
+
+    descriptor = Counts()
+    monkeypatch.setattr(Thread, "start", descriptor)
+    with numpy_memory(pools[0], threads=True):
+        assert in_thread(where, pools) == 0
+    assert len(started) == 1 and vars(Thread)["start"] is descriptor
+
+
 def test_what_wraps_start_may_wait_for_a_thread_that_enters(pools, monkeypatch):
     memory, start = numpy_memory(pools[0], threads=True), Thread.start
     threads, entered = [], []
