@@ -198,7 +198,9 @@ seal(OwnStream)
 
 
 @cython.final
-@cython.no_gc_clear                  # the end of an allocator needs it, and its owner
+# The collector sees no owner, whose finalizer may destroy the stream: it would run it before the
+# end of an allocator that still needs the stream.
+@cython.no_gc
 cdef class StreamRef:
     """A stream. Internal."""
 

@@ -12,8 +12,9 @@ from capsules import Tensor
 from collecting import collect_from
 from cuda_machine import Wrapped
 from cuda_support import LEGACY, MIB, SOURCES, a_gpu, graph_of, new_stream, slowly_fill
+from stream_wrappers import CupyStream
 
-from arenapy import Pool, cuda
+from arenapy import Bump, Pool, cuda
 from arenapy.interop import raw_blocks, rmm
 
 N = 4096
@@ -46,6 +47,25 @@ def pool_of_a_stream(gpu, source):
     block = pool.alloc(N, stream=s)
     slowly_fill(gpu, s.handle, block, 1)
     return pool
+
+
+def pool_and_its_stream(gpu, source):
+    """The stream is destroyed with an object that is garbage as well."""
+    s = CupyStream(gpu, new_stream(gpu).handle_)
+    pool = Pool(MIB, source())
+    block = pool.alloc(N, stream=s)
+    slowly_fill(gpu, s.ptr, block, 1)
+    return pool, s
+
+
+def bump_and_its_own_stream(gpu, source):
+    s = CupyStream(gpu, new_stream(gpu).handle_)
+    own = None if source().region(N).host_accessible else s
+    arena = Bump(MIB, source(), stream=own)
+    block = arena.alloc(N)
+    block.record_stream(s)
+    slowly_fill(gpu, s.ptr, block, 1)
+    return arena, s
 
 
 def pool_with_a_graph(gpu, source):
@@ -143,6 +163,8 @@ MAKE = [
     pool_with_an_event,
     pool_with_a_stream,
     pool_of_a_stream,
+    pool_and_its_stream,
+    bump_and_its_own_stream,
     pool_with_a_graph,
     region,
     array_of_another_library,
