@@ -61,6 +61,7 @@ from arenapy.cuda.stream_ref cimport (
 from arenapy.base.sealed cimport seal
 
 import sys
+import weakref
 from heapq import heappop, heappush
 
 from arenapy.allocator.allocator import call_at_end
@@ -844,7 +845,8 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
                 continue
             if s.id == 0 and not s.ended:    # a default stream
                 continue
-            if s.unnamed or not nobody_else_has(s) or s.state() != FREE_TO_USE:
+            if (s.unnamed or not nobody_else_has(s) or may_be_found(s.owner)
+                    or s.state() != FREE_TO_USE):
                 # The first name of a stream stands for the later ones, too. Its place is before
                 # later graphs, after which as_now() takes a stream to be used in them alone.
                 if not s.lasting and first_of.setdefault(name_given(s), s) is not s:
@@ -949,6 +951,12 @@ cdef bint nobody_else_has(StreamRef stream) noexcept:
     """Is the object that it ends with only here? Then nobody gives it any more work."""
     cdef object owner = stream.owner         # counts, too
     return stream.ended or (stream.ends and Py_REFCNT(<PyObject*>owner) == 2)
+
+
+cdef bint may_be_found(object owner):
+    """May somebody have it again, by a weak reference? A finalizer's is for its end."""
+    return any([
+        not isinstance(ref.__callback__, weakref.finalize) for ref in weakref.getweakrefs(owner)])
 
 
 cdef object owner_of(object stream):

@@ -482,6 +482,20 @@ cdef object shared(object stream, object handle):
         return None
 
 
+def ends_at_exit(reference):
+    """numba ends all its streams when the interpreter exits, also those that somebody keeps.
+
+    Finalizers run in the reverse order of their making there: this one before numba's.
+    """
+    cdef StreamRef found = reference()
+    if found is not None:
+        found.tells = no_stream
+
+
+def no_stream():
+    return 0, 0
+
+
 cdef bint ends_with(object stream) noexcept:
     """Does nobody give its stream any more work when the object, which owns it, is gone?"""
     return OWNERS[type(stream).__module__, type(stream).__qualname__] is not of_torchs_pool
@@ -623,6 +637,8 @@ cdef int keep(StreamRef found, object stream, bint lasting, bint ends) except -1
     if hasattr(stream, "close"):
         tells = getattr(stream, "__cuda_stream__", None)
         tells = tells if callable(tells) else functools.partial(described, stream)
+    if lasting and OWNERS[type(stream).__module__, type(stream).__qualname__] is numba_ends_it:
+        weakref.finalize(stream, ends_at_exit, weakref.ref(found))
     with cython.critical_section(found):
         if found.owner is None:
             found.tells, found.lasting, found.ends = tells, lasting, ends

@@ -44,6 +44,7 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     MAX_ITEMS = 0x80000000   # 2 ** 31
     MOMENT = 50              # microseconds between two looks at what another thread does
+    PATIENCE = 150_000       # moments, of which each takes as long again to wake up
 
 
 @cython.final
@@ -326,6 +327,7 @@ cdef class Slab(Allocator):
     cdef int more(self, uint64_t wanted) except -1:
         cdef SlabCore c = self.core
         cdef uint64_t items, known
+        cdef int waits = 0
         cdef Region region = None
         cdef object error = None
         c.open_check()
@@ -338,13 +340,19 @@ cdef class Slab(Allocator):
                 wanted > c.idle() + self.most - c.items
                 and c.settle_streams(missing(c, wanted))):
             return 0
-        if not c.begin_growth():
+        while not c.begin_growth():
             if arenapy_finalizing():         # that thread has ended, in its source
                 raise OutOfMemory(self._full(wanted, "the interpreter is ending"))
+            if waits == PATIENCE:
+                raise OutOfMemory(self._full(
+                    wanted, "another thread, which has been growing it for long, may wait for this "
+                    "one in its source"))
+            waits += 1
             with nogil:
                 usleep(MOMENT)
             PyErr_CheckSignals()             # the source may take long
-            return 0
+            if c.idle() >= wanted:
+                return 0
         try:
             items = c.idle()
             if items >= wanted:

@@ -202,11 +202,15 @@ def test_the_interface_of_a_block_of_the_legacy_stream_waits_for_nothing(gpu):
 class Object(Wrapped):
     """Of a library that destroys the stream with its object."""
 
+    alive = 0
+
     def __init__(self, gpu, kind=NON_BLOCKING):
         super().__init__(gpu.got("cuStreamCreate", ctypes.c_void_p, kind))
         self.gpu = gpu
+        Object.alive += 1
 
     def __del__(self):
+        Object.alive -= 1
         if not self.gpu.closed:
             assert not self.gpu.call("cuStreamDestroy", self.handle_)
 
@@ -231,16 +235,15 @@ def test_a_block_that_many_streams_used(source, done):
         slab = Slab(N, 1, SOURCES[source]())
         block = slab.alloc()
         poke(block.address, N, OLD)
-        alive, most, seen = weakref.WeakSet(), 0, []
+        before, most, seen = Object.alive, 0, []
         for i in range(500):
             s = Object(gpu)
-            alive.add(s)
             block.record_stream(s)
             seen.append(reads(gpu, s.handle_, block.address, N))
             if done == "at once" or (done == "later" and i % 10 == 0):
                 gpu.drain()
             s = None
-            most = max(most, len(alive))
+            most = max(most, Object.alive - before)
         assert most < 50
         before = gpu.calls["cuEventRecord"]
         consumer = Consumer(block.__dlpack__(stream=1))
@@ -272,6 +275,27 @@ def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
     seen = reads(gpu, mine.handle_, block.address, N)
     del block
     written_by_its_next_owner(gpu, slab)
+    assert seen == [bytes([OLD]) * N]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_stream_that_a_weak_reference_finds_is_not_forgotten(gpu, source):
+    """Somebody has it again, since another block keeps it."""
+    pool, table = Pool(4 * MIB, SOURCES[source]()), weakref.WeakValueDictionary()
+    block, other = pool.alloc(N), pool.alloc(N)
+    poke(block.address, N, OLD)
+    mine = table["mine"] = Object(gpu)
+    other.record_stream(mine)
+    block.record_stream(mine)
+    del mine
+    for _ in range(100):
+        block.record_stream(Object(gpu))
+    gpu.drain()
+    seen = reads(gpu, table["mine"].handle_, block.address, N)
+    del block
+    assert pool.stats().pending_bytes == N  # and looks what is free
+    slowly_fill(gpu, LEGACY, pool.alloc(N), NEW)
+    backwards(gpu)
     assert seen == [bytes([OLD]) * N]
 
 

@@ -9,6 +9,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from cuda_support import (
@@ -380,3 +381,33 @@ def test_torchs_stream_of_another_device_than_cudas(gpu):
         with pytest.raises(TypeError, match="is not a stream: give an object"):
             pool.alloc(100, stream=TorchAnyStream(3, new_handle(gpu), kind))
     assert pool.alloc(100, stream=TorchAnyStream(0, 0)).nbytes == 100  # its default stream
+
+
+@pytest.mark.parametrize("name", ["numba", "older numba"])
+def test_numba_ends_its_streams_at_exit(run_script, name):
+    """Also those that a pool keeps; what runs later at exit may still ask that pool."""
+    support = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    run_script(f"""
+        import atexit, gc, sys
+        sys.path[:0] = {support!r}
+
+        @atexit.register
+        def ask():                               # after the finalizers, which register now
+            assert not driver.stream_handles.things
+            assert pool.alloc(2 * MIB) and pool.stats().pending_bytes == 0
+            gpu.__exit__(None, None, None)       # which looks for calls with what is gone
+
+        import weakref
+        from cuda_support import MIB, a_gpu, slowly_fill
+        from stream_wrappers import KNOWN_OWNERS, new_handle
+        from arenapy import Pool, cuda
+        gpu = a_gpu(leaks=True)
+        driver = gpu.__enter__()
+        pool, handle = Pool(2 * MIB, cuda.Device()), new_handle(driver)
+        stream = KNOWN_OWNERS[{name!r}](driver, handle)
+        block = pool.alloc(5000)
+        block.record_stream(stream)
+        slowly_fill(driver, handle, block, 1)
+        del block
+        driver.memory.unmap.atexit = False       # the device stays
+    """)

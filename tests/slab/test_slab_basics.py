@@ -326,6 +326,31 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
     slab.check()
 
 
+@pytest.mark.full
+def test_a_thread_that_the_growing_one_waits_for_is_refused():
+    entered, lock = threading.Event(), threading.RLock()
+
+    class Locked(Regions):
+        def region(self, nbytes):
+            if self.calls:
+                entered.set()
+            with lock:
+                return super().region(nbytes)
+
+    slab = arenapy.Slab(64, 1, Locked(), max_count=16)
+    items = [slab.alloc()]
+    with lock:
+        thread = threading.Thread(target=lambda: items.append(slab.alloc()))
+        thread.start()
+        entered.wait()
+        with pytest.raises(arenapy.OutOfMemory, match="may wait for this one in its source"):
+            slab.alloc()
+    thread.join()
+    items.append(slab.alloc())
+    assert len(items) == slab.count == 3
+    slab.check()
+
+
 def test_a_signal_ends_the_wait_for_a_thread_that_grows():
     entered, struck = threading.Event(), threading.Event()
 
