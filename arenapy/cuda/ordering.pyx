@@ -845,7 +845,7 @@ cdef int finished_uses(list uses, Py_ssize_t most, list over, list instead) exce
                 continue
             if s.id == 0 and not s.ended:    # a default stream
                 continue
-            if (s.unnamed or not nobody_else_has(s) or may_be_found(s.owner)
+            if (s.unnamed or not nobody_else_has(s) or may_be_found(s)
                     or s.state() != FREE_TO_USE):
                 # The first name of a stream stands for the later ones, too. Its place is before
                 # later graphs, after which as_now() takes a stream to be used in them alone.
@@ -953,10 +953,12 @@ cdef bint nobody_else_has(StreamRef stream) noexcept:
     return stream.ended or (stream.ends and Py_REFCNT(<PyObject*>owner) == 2)
 
 
-cdef bint may_be_found(object owner):
-    """May somebody have it again, by a weak reference? A finalizer's is for its end."""
+cdef bint may_be_found(StreamRef stream):
+    """May somebody have the stream's object again, by a weak reference?"""
     return any([
-        not isinstance(ref.__callback__, weakref.finalize) for ref in weakref.getweakrefs(owner)])
+        type(ref) is not weakref.ref or ref.__callback__ is None  # a proxy would look in the object
+        or ref.__callback__ is not stream.ends_by
+        for ref in weakref.getweakrefs(stream.owner)])
 
 
 cdef object owner_of(object stream):

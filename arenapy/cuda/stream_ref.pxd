@@ -39,6 +39,7 @@ cdef class StreamRef:
     cdef object owner                # an object that stands for it, and may keep it
     cdef bint ends                   # when its owner does; a stream of a library's pool does not
     cdef object tells                # if the owner may destroy it before its own end: its protocol
+    cdef object ends_by              # numba's finalizer of it, which may run before the owner's end
     cdef object namer                # weak, if the owner is not the user's: one that named it
     cdef bint fence                  # see barrier_stream
     cdef uint64_t thread             # whose per-thread default stream it is; 0: no such one

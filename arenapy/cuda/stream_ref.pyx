@@ -26,6 +26,7 @@ instead, which waits for it (`handle_here`).
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
+from cpython.exc cimport PyErr_SetInterrupt
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
@@ -228,12 +229,19 @@ cdef class StreamRef:
 
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
-        if self.tells is None:
+        if self.tells is None and self.ends_by is None:
             return False
         try:
+            if self.ends_by is not None and not self.ends_by.alive:
+                return True
+            if self.tells is None:
+                return False
             _, handle = self.tells()
             return handle != <uintptr_t>self.handle
-        except Exception:
+        except KeyboardInterrupt:
+            PyErr_SetInterrupt()             # once more, where it can be raised
+            return True
+        except BaseException:
             return True
 
     cdef int state(self) noexcept:
@@ -380,10 +388,13 @@ def cupy_made_it(stream):
 
 
 def numba_ends_it(stream):
-    """Something is to be done when the object ends."""
-    refs = weakref.getweakrefs(stream)
-    return not stream.external and any(
-        [isinstance(ref.__callback__, weakref.finalize) for ref in refs])
+    """The finalizer that destroys the stream; None: there is none."""
+    found = None
+    for ref in () if stream.external else weakref.getweakrefs(stream):
+        # numba's is the oldest, and comes last. A proxy would look in the stream.
+        if type(ref) is weakref.ref and isinstance(ref.__callback__, weakref.finalize):
+            found = ref.__callback__
+    return found
 
 
 #: Classes, by module and name, some of whose objects keep their stream, and which of them do. Not
@@ -482,18 +493,14 @@ cdef object shared(object stream, object handle):
         return None
 
 
-def ends_at_exit(reference):
-    """numba ends all its streams when the interpreter exits, also those that somebody keeps.
-
-    Finalizers run in the reverse order of their making there: this one before numba's.
-    """
-    cdef StreamRef found = reference()
-    if found is not None:
-        found.tells = no_stream
-
-
-def no_stream():
-    return 0, 0
+cdef object finalizer_of(object stream):
+    """numba's, which also runs when the interpreter exits, though somebody keeps the stream."""
+    try:
+        if OWNERS.get((type(stream).__module__, type(stream).__qualname__)) is numba_ends_it:
+            return numba_ends_it(stream)
+    except Exception:
+        pass                                 # as in `owns`
+    return None
 
 
 cdef bint ends_with(object stream) noexcept:
@@ -637,11 +644,11 @@ cdef int keep(StreamRef found, object stream, bint lasting, bint ends) except -1
     if hasattr(stream, "close"):
         tells = getattr(stream, "__cuda_stream__", None)
         tells = tells if callable(tells) else functools.partial(described, stream)
-    if lasting and OWNERS[type(stream).__module__, type(stream).__qualname__] is numba_ends_it:
-        weakref.finalize(stream, ends_at_exit, weakref.ref(found))
+    cdef object ends_by = finalizer_of(stream)
     with cython.critical_section(found):
         if found.owner is None:
-            found.tells, found.lasting, found.ends = tells, lasting, ends
+            found.tells, found.ends_by = tells, ends_by
+            found.lasting, found.ends = lasting, ends
             found.owner = stream
     return 0
 
@@ -701,7 +708,7 @@ cdef StreamRef capturing(object stream, void* handle, void* context, int device_
 
 
 cdef StreamRef named_now(StreamRef stream):
-    if not stream.unnamed:
+    if not stream.unnamed or stream.gone():
         return stream
     try:
         return stream_of(

@@ -80,10 +80,16 @@ class _CupyBase:
 
 
 class _CupyOwner(_CupyBase):
+    __slots__ = ("driver",)  # the real one has no such attribute
+
     def __init__(self, driver, ptr):
         super().__init__(ptr)
         self._foreign_stream_ref = None
-        weakref.finalize(self, destroy, driver, ptr)
+        self.driver = driver
+
+    def __del__(self):
+        if self._foreign_stream_ref is None:
+            destroy(self.driver, self.ptr)
 
 
 CupyStream = named("cupy.cuda.stream", "Stream", _CupyOwner)

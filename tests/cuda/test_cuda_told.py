@@ -12,6 +12,7 @@ import random
 import sys
 import types
 import weakref
+from functools import partial
 
 import hypothesis
 import pytest
@@ -278,20 +279,30 @@ def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
     assert seen == [bytes([OLD]) * N]
 
 
+FOUND_BY = {
+    "reference": lambda one: weakref.ref(one),
+    "table": lambda one: partial(weakref.WeakValueDictionary(one=one).get, "one"),
+    "proxy": lambda one: partial(lambda proxy: proxy, weakref.proxy(one)),
+    "finalizer": lambda one: partial(lambda end: end.peek()[0], weakref.finalize(one, bool)),
+}
+
+
+@pytest.mark.parametrize("found_by", FOUND_BY)
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_stream_that_a_weak_reference_finds_is_not_forgotten(gpu, source):
+def test_a_stream_that_a_weak_reference_finds_is_not_forgotten(gpu, source, found_by):
     """Somebody has it again, since another block keeps it."""
-    pool, table = Pool(4 * MIB, SOURCES[source]()), weakref.WeakValueDictionary()
+    pool = Pool(4 * MIB, SOURCES[source]())
     block, other = pool.alloc(N), pool.alloc(N)
     poke(block.address, N, OLD)
-    mine = table["mine"] = Object(gpu)
+    mine = Object(gpu)
+    find = FOUND_BY[found_by](mine)
     other.record_stream(mine)
     block.record_stream(mine)
     del mine
     for _ in range(100):
         block.record_stream(Object(gpu))
     gpu.drain()
-    seen = reads(gpu, table["mine"].handle_, block.address, N)
+    seen = reads(gpu, find().handle_, block.address, N)
     del block
     assert pool.stats().pending_bytes == N  # and looks what is free
     slowly_fill(gpu, LEGACY, pool.alloc(N), NEW)

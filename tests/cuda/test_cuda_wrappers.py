@@ -7,6 +7,7 @@ it was given; who has its handle next has nothing to do.
 import contextlib
 import gc
 import itertools
+import signal
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -383,8 +384,9 @@ def test_torchs_stream_of_another_device_than_cudas(gpu):
     assert pool.alloc(100, stream=TorchAnyStream(0, 0)).nbytes == 100  # its default stream
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", ["numba", "older numba"])
-def test_numba_ends_its_streams_at_exit(run_script, name):
+def test_numba_ends_its_streams_at_exit(run_script, name, captured):
     """Also those that a pool keeps; what runs later at exit may still ask that pool."""
     support = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
     run_script(f"""
@@ -393,12 +395,15 @@ def test_numba_ends_its_streams_at_exit(run_script, name):
 
         @atexit.register
         def ask():                               # after the finalizers, which register now
+            global block
             assert not driver.stream_handles.things
+            del block
             assert pool.alloc(2 * MIB) and pool.stats().pending_bytes == 0
             gpu.__exit__(None, None, None)       # which looks for calls with what is gone
 
         import weakref
         from cuda_support import MIB, a_gpu, slowly_fill
+        from simulated_gpu import RELAXED
         from stream_wrappers import KNOWN_OWNERS, new_handle
         from arenapy import Pool, cuda
         gpu = a_gpu(leaks=True)
@@ -406,8 +411,40 @@ def test_numba_ends_its_streams_at_exit(run_script, name):
         pool, handle = Pool(2 * MIB, cuda.Device()), new_handle(driver)
         stream = KNOWN_OWNERS[{name!r}](driver, handle)
         block = pool.alloc(5000)
+        if {captured}:
+            driver.begin_capture(handle, RELAXED)
         block.record_stream(stream)
+        if {captured}:
+            driver.destroy_graph(driver.end_capture(handle))
         slowly_fill(driver, handle, block, 1)
-        del block
         driver.memory.unmap.atexit = False       # the device stays
     """)
+
+
+def test_a_signal_amid_the_question_whether_a_stream_is_closed(gpu):
+    """It counts as closed, and the signal is not lost."""
+    struck, interrupted = [], []
+
+    class Closable:
+        def __init__(self):
+            self.handle_ = new_handle(gpu)
+
+        def close(self):
+            destroy(gpu, self.handle_)
+            self.handle_ = 0
+
+        def __cuda_stream__(self):
+            if self.handle_ == 0 and not interrupted:
+                interrupted.append(1)
+                raise KeyboardInterrupt
+            return 0, self.handle_
+
+    block, stream = Pool(8 * MIB, cuda.Device()).alloc(ITEM), Closable()
+    block.record_stream(stream)
+    stream.close()
+    before = signal.signal(signal.SIGINT, lambda *_: struck.append(1))
+    try:
+        block.release()
+        assert interrupted and struck
+    finally:
+        signal.signal(signal.SIGINT, before)
