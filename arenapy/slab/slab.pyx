@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from arenapy.allocator.allocator cimport (
     Allocator, aligned_region, check_source, complete, grown_in_c,
 )
-from arenapy.allocator.allocator_core cimport ALL_LEASES, all_leases_asked, all_leases_due
+from arenapy.allocator.allocator_core cimport (
+    ALL_LEASES, LEASES_ASKED, all_leases_asked, all_leases_due,
+)
 from arenapy.base.sizes cimport as_align, as_size, quick_size
 from arenapy.base.atomic cimport arenapy_finalizing
 from arenapy.base.biased_lock cimport biased_acquire, biased_release
@@ -84,7 +86,9 @@ cdef class Slab(Allocator):
     Notes
     -----
     Thread-safety: every method is thread-safe. Any thread may release a block that another
-    thread allocated.
+    thread allocated. If the slab is full and another thread is asking the source for more, an
+    allocation waits for that thread. It raises OutOfMemory after some 20 seconds, since the source
+    may wait for the thread of the allocation.
 
     Examples
     --------
@@ -330,20 +334,24 @@ cdef class Slab(Allocator):
         cdef int waits = 0
         cdef Region region = None
         cdef object error = None
-        c.open_check()
-        if c.may_lease:
-            c.settle_sends()
-            if all_leases_due(&c.leased, c.items) and self.reclaim_all():
+        while True:
+            c.open_check()
+            if c.may_lease:
+                c.settle_sends()
+                if all_leases_due(&c.leased, c.items) and self.reclaim_all():
+                    return 0
+            # Before others have to wait for this thread: a stream may be asked by code of the user.
+            if c.settle_streams(NEEDED) or (
+                    wanted > c.idle() + self.most - c.items
+                    and c.settle_streams(missing(c, wanted))):
                 return 0
-        # Before others have to wait for this thread: a stream may be asked by code of the user.
-        if c.settle_streams(NEEDED) or (
-                wanted > c.idle() + self.most - c.items
-                and c.settle_streams(missing(c, wanted))):
-            return 0
-        while not c.begin_growth():
+            if c.begin_growth():
+                break
             if arenapy_finalizing():         # that thread has ended, in its source
                 raise OutOfMemory(self._full(wanted, "the interpreter is ending"))
             if waits == PATIENCE:
+                if self.reclaim_all():
+                    return 0
                 raise OutOfMemory(self._full(
                     wanted, "another thread, which has been growing it for long, may wait for this "
                     "one in its source"))
@@ -351,7 +359,7 @@ cdef class Slab(Allocator):
             with nogil:
                 usleep(MOMENT)
             PyErr_CheckSignals()             # the source may take long
-            if c.idle() >= wanted:
+            if c.idle() >= wanted or c.leased.n and c.reclaim_leases(LEASES_ASKED):
                 return 0
         try:
             items = c.idle()

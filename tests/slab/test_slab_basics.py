@@ -10,7 +10,7 @@ import weakref
 from functools import partial
 
 import pytest
-from children import in_child
+from children import another_process, in_child
 from helpers import PAGE, in_threads, peek, poke
 from hypothesis import given
 from hypothesis import strategies as st
@@ -323,6 +323,35 @@ def test_threads_that_find_it_full_wait_for_the_one_that_grows():
     in_threads(*[work] * 8)
     assert len({item.address for item in items}) == 256 == slab.capacity
     assert slab.source.calls == 9, "each time it was full, one thread asked the source"
+    slab.check()
+
+
+def test_an_item_that_another_process_lets_go_of_ends_the_wait():
+    entered, served, kept = threading.Event(), threading.Event(), []
+
+    class Slow(arenapy.Shared):
+        def region(self, nbytes):
+            if kept:
+                entered.set()
+                assert served.wait(60)
+            return super().region(nbytes)
+
+    slab = arenapy.Slab(4096, 2, Slow(), max_count=16)
+    kept += slab.alloc_many(2)
+    with another_process():
+        kept.pop().release()
+        assert slab.stats().pending_bytes == 4096
+        thread = threading.Thread(target=lambda: kept.append(slab.alloc()))
+        thread.start()
+        entered.wait()
+        waiting = threading.Thread(target=lambda: (kept.append(slab.alloc()), served.set()))
+        waiting.start()
+        assert not served.wait(0.1)
+    in_time = served.wait(5)
+    served.set()
+    waiting.join()
+    thread.join()
+    assert in_time and len(kept) == slab.count == 3
     slab.check()
 
 
