@@ -140,7 +140,7 @@ cdef class CudaMemory(Ordering):
         cdef void* to_context = NULL
         cdef void* source_context = NULL
         cdef void* handle = handle_here(s)
-        cdef Relay relay
+        cdef Relay relay = None
         cdef bint by_host = False
         cdef int state, result
         if to.nbytes == 0:
@@ -154,7 +154,7 @@ cdef class CudaMemory(Ordering):
             prepare(side, s, state, now, joined)
         for side in (to, source):
             if side.foreign and not now:
-                kept.append(retain((side.thing, side.view), <void*>self))
+                kept.append((side, retain((side.thing, side.view), <void*>self)))
         try:
             relay = take_relay(s, source.device_id, to.device_id) if by_host else None
             if relay is not None:
@@ -173,11 +173,25 @@ cdef class CudaMemory(Ordering):
                         leave()
                 checked(result, "cuMemcpyAsync")
         except BaseException:
-            for one in kept:
-                give_up(<Retained>one)       # nobody uses it
+            for side, one in kept:
+                if relay is None:
+                    give_up(<Retained>one)   # nobody uses it
+                else:
+                    retain_until(<Retained>one, relay.far if side is to else relay.near)
+            if relay is not None:            # what it had queued may go on
+                note_side(to, relay.far)
+                note_side(source, relay.near)
             raise
-        for one in kept:
-            retain_until(<Retained>one, s)
+        for side, one in kept:
+            if relay is None or s.device_id == (<Side>side).device_id:
+                retain_until(<Retained>one, s)
+            else:
+                retain_until(<Retained>one, relay.far if side is to else relay.near)
+        if relay is not None:                # `s` is over at once if its device fails
+            if s.device_id != to.device_id:
+                note_side(to, relay.over)
+            if s.device_id != source.device_id:
+                note_side(source, relay.read)
         return 0
 
     cdef int fill(self, object block, int byte, object stream) except -1:
@@ -354,6 +368,11 @@ cdef Block block_of(Side side):
 cdef CudaMemory memory_under(Side side):
     cdef Block block = block_of(side)
     return None if block is None else <CudaMemory>root_of(block).owner.hooks
+
+
+cdef int note_side(Side side, object use) except -1:
+    cdef CudaMemory m = memory_under(side)
+    return 0 if m is None else m.note(block_of(side), use)
 
 
 cdef int can_be_used(StreamRef s, bint now) except -1:

@@ -18,11 +18,15 @@ cdef class Relay:
     cdef void* emptied_events[MAX_SLOTS]
     cdef object pinned               # the Buffer of the slots
     cdef uint64_t address            # where it is
-    cdef Fence over                  # the last copy; None: there was none yet
+    # The last copy, of either stream; None: there was none yet.
+    cdef Fence read, over
     cdef object user                 # a weak reference to the stream that it was for
 
-    # Queue a copy in the order of `s`. If it raises, nothing goes on.
+    # Queue a copy in the order of `s`. If it raises, both streams are idle, if one can wait for
+    # them.
     cdef int copy(self, StreamRef s, uint64_t to, uint64_t source, size_t nbytes) except -1
+    # Is it over?
+    cdef bint passed(self) noexcept
     # internal
     cdef int queue(self, uint64_t to, uint64_t source, size_t nbytes) noexcept nogil
 

@@ -112,26 +112,36 @@ cdef class Relay:
     """The way of a copy through pinned memory. Internal."""
 
     cdef int copy(self, StreamRef s, uint64_t to, uint64_t source, size_t nbytes) except -1:
-        cdef Fence over
+        cdef Fence read, over
+        cdef StreamRef one
+        cdef bint idle = True
         cdef int result
         try:
             let_wait(self.near, s)
             with nogil:
                 result = self.queue(to, source, nbytes)
             checked(result, "cuMemcpyAsync")
-            over = new_event(self.far)       # which has waited for all of `near`
+            # If one of the devices fails, its stream is over at once, and the other one is not.
+            read, over = new_event(self.near), new_event(self.far)
+            let_wait(s, read)
             let_wait(s, over)
         except BaseException:
-            try:
-                synchronize(self.near)
-                synchronize(self.far)
+            for one in (self.near, self.far):
+                try:
+                    synchronize(one)
+                except Exception:
+                    idle = False
+            if idle:
                 (<list>vacant[self.near.device_id, self.far.device_id, generation]).append(None)
-            except Exception:
+            else:
                 lost.append(self)            # it may be in use for ever, and none takes its place
             raise
-        self.over, self.user = over, weakref.ref(s)
+        self.read, self.over, self.user = read, over, weakref.ref(s)
         (<list>relays[self.near.device_id, self.far.device_id, generation]).append(self)
         return 0
+
+    cdef bint passed(self) noexcept:
+        return self.read.passed() and self.over.passed()
 
     cdef int queue(self, uint64_t to, uint64_t source, size_t nbytes) noexcept nogil:
         cdef size_t piece = piece_of(nbytes)
@@ -208,7 +218,7 @@ cdef Relay take_relay(StreamRef s, int source, int to):
             relay = kept.pop(0)
         except IndexError:                   # other threads have them
             break
-        if relay.user() is s or relay.over.passed():
+        if relay.user() is s or relay.passed():
             return relay
         kept.append(relay)
     try:
@@ -234,7 +244,7 @@ def trim_relays():
                 relay = kept.pop(0)
             except IndexError:               # other threads have them
                 break
-            if key[2] == generation and not relay.over.passed():
+            if key[2] == generation and not relay.passed():
                 kept.append(relay)
                 continue
             relay = None                     # before another one may be made

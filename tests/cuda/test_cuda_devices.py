@@ -529,6 +529,43 @@ def test_trim_drops_no_relay_that_another_thread_has_begun_to_use(gpu, gpus, poi
 # ---- a device that fails ----
 
 
+@pytest.mark.parametrize("amid", [False, True])
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_device_that_fails_during_a_relayed_copy(fails, on, amid):
+    """What the other device still does with its block and with the relay counts."""
+    with a_gpu(leaks=True) as gpu, gpu.on(1 - fails):
+        gpu.peers = NO_PEERS
+        gpus = cuda.Devices(source=lambda device: cuda.Device(device, grow=True))
+        blocks, s = blocks_on(gpus, 8 * MIB), cuda.Stream(on)
+        blocks[1].copy_from(blocks[0], stream=s)
+        gpu.drain()
+        before = gpu.calls["cuMemcpyAsync"]
+
+        def lose(name):
+            if gpu.calls["cuMemcpyAsync"] == before + 6:
+                gpu.before_call = None
+                gpu.lose(fails)
+
+        if amid:
+            gpu.before_call = lose
+        try:
+            blocks[1].copy_from(blocks[0], stream=s)
+        except cuda.CudaError:
+            assert amid
+        if not amid:
+            gpu.lose(fails)
+        blocks.pop(1 - fails).release(s)
+        gpus[1 - fails].trim()
+        trim_relays()
+        new, stream = gpus.alloc(8 * MIB, device=1 - fails), cuda.Stream(1 - fails)
+        new.fill(7, stream=stream)
+        stream.synchronize()
+        gpu.drain()
+        assert sample(content(new)) == {7}
+        assert gpus[1 - fails].stats().pending_bytes == 0
+
+
 def test_a_device_that_fails_takes_down_its_own_pool_alone(gpu):
     gpus = cuda.Devices()
     here, there = cuda.Stream(0), cuda.Stream(1)
