@@ -28,7 +28,7 @@ from arenapy.cuda.driver cimport (
 )
 from arenapy.cuda.foreign cimport Foreign, of_dlpack, of_interface
 from arenapy.cuda.ordering cimport told_to
-from arenapy.cuda.peers cimport Relay, goes_by_host, take_relay
+from arenapy.cuda.peers cimport Relay, give_relay_back, goes_by_host, take_relay
 from arenapy.cuda.stream_ref cimport (
     CAPTURING, FREE_TO_USE, StreamRef, free_to_use, handle_here, not_closed, refuse_unless_free,
     says_captured, spread,
@@ -179,19 +179,27 @@ cdef class CudaMemory(Ordering):
                 else:
                     retain_until(<Retained>one, relay.far if side is to else relay.near)
             if relay is not None:            # what it had queued may go on
-                note_side(to, relay.far)
-                note_side(source, relay.near)
+                try:
+                    note_side(to, relay.far)
+                finally:
+                    note_side(source, relay.near)
             raise
         for side, one in kept:
             if relay is None or s.device_id == (<Side>side).device_id:
                 retain_until(<Retained>one, s)
             else:
                 retain_until(<Retained>one, relay.far if side is to else relay.near)
-        if relay is not None:                # `s` is over at once if its device fails
+        if relay is None:
+            return 0
+        try:                                 # `s` is over at once if its device fails
             if s.device_id != to.device_id:
                 note_side(to, relay.over)
-            if s.device_id != source.device_id:
-                note_side(source, relay.read)
+        finally:
+            try:
+                if s.device_id != source.device_id:
+                    note_side(source, relay.read)
+            finally:
+                give_relay_back(relay)
         return 0
 
     cdef int fill(self, object block, int byte, object stream) except -1:

@@ -281,7 +281,8 @@ cdef class Ordering(StreamHooks):
         # What `named` and `may_begin` find of most streams, without their calls; see `state_of`.
         cdef StreamRef s = <StreamRef>named
         cdef int result, status = 0
-        if forked or s.shut or s.tells is not None or <uintptr_t>s.handle <= PER_THREAD:
+        if (forked or s.shut or s.tells is not None or <uintptr_t>s.handle <= PER_THREAD
+                or s.ends_by is not None and s.gone()):
             return False
         result = driver.cuStreamIsCapturing(s.handle, &status)
         forget(result)

@@ -18,7 +18,7 @@ cdef class Relay:
     cdef void* emptied_events[MAX_SLOTS]
     cdef object pinned               # the Buffer of the slots
     cdef uint64_t address            # where it is
-    # The last copy, of either stream; None: there was none yet.
+    # The end of the last copy on `near`, and on `far`; None: there was none yet.
     cdef Fence read, over
     cdef object user                 # a weak reference to the stream that it was for
 
@@ -35,3 +35,5 @@ cdef class Relay:
 cdef bint goes_by_host(int source, int to, size_t nbytes) except -1
 # A Relay for a copy on `s`, which is then its caller's; None: the driver is to copy.
 cdef Relay take_relay(StreamRef s, int source, int to)
+# After a copy: another call may use it.
+cdef int give_relay_back(Relay relay) except -1

@@ -137,7 +137,6 @@ cdef class Relay:
                 lost.append(self)            # it may be in use for ever, and none takes its place
             raise
         self.read, self.over, self.user = read, over, weakref.ref(s)
-        (<list>relays[self.near.device_id, self.far.device_id, generation]).append(self)
         return 0
 
     cdef bint passed(self) noexcept:
@@ -232,6 +231,11 @@ cdef Relay take_relay(StreamRef s, int source, int to):
         if isinstance(error, OutOfMemory):
             return None
         raise
+
+
+cdef int give_relay_back(Relay relay) except -1:
+    (<list>relays[relay.near.device_id, relay.far.device_id, generation]).append(relay)
+    return 0
 
 
 def trim_relays():

@@ -229,20 +229,21 @@ cdef class StreamRef:
 
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
+        cdef bint interrupted = False, found = True
+        cdef int _n
         if self.tells is None and self.ends_by is None:
             return False
-        try:
-            if self.ends_by is not None and not self.ends_by.alive:
-                return True
-            if self.tells is None:
-                return False
-            _, handle = self.tells()
-            return handle != <uintptr_t>self.handle
-        except KeyboardInterrupt:
-            PyErr_SetInterrupt()             # once more, where it can be raised
-            return True
-        except BaseException:
-            return True
+        for _n in range(2):
+            try:
+                found = says_gone(self)
+                break
+            except KeyboardInterrupt:
+                interrupted = True           # ask once more, and raise it where it can be raised
+            except BaseException:
+                break
+        if interrupted:
+            PyErr_SetInterrupt()
+        return found
 
     cdef int state(self) noexcept:
         """The question disturbs no capture. A stream that is gone fails when it is used."""
@@ -274,6 +275,15 @@ cdef class StreamRef:
 
 
 seal(StreamRef)
+
+
+cdef bint says_gone(StreamRef stream) except -1:
+    if stream.ends_by is not None and not stream.ends_by.alive:
+        return True
+    if stream.tells is None:
+        return False
+    _, handle = stream.tells()
+    return handle != <uintptr_t>stream.handle
 
 
 cdef bint is_current(void* context) noexcept:

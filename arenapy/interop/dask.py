@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "pool_"  # of the metrics
 ROOM = 32  # of this part of the limit
-OF_NANNY = 0.85  # of its limit: it looks at other times than the worker
+OF_NANNY = 0.85  # of a nanny's limit: a nanny looks at other times than the worker does
 # The dashboard adds those of all workers up, so no rates.
 FIGURES = ("allocated_bytes", "idle_bytes", "reserved_bytes", "peak_bytes")
 
@@ -88,8 +88,8 @@ class ArenaPlugin(WorkerPlugin):  # type: ignore[misc]
     Notes
     -----
     A worker compares its memory with the limits at which it spills, pauses or resumes. Before each
-    comparison, the Pool returns the idle memory above the lowest of these limits, and of 85 % of
-    the limit at which a nanny ends the worker.
+    comparison, the Pool returns the idle memory above the lowest of these limits. 85 % of the limit
+    at which a nanny ends the worker counts as one of them.
 
     The metrics of a worker include ``pool_allocated_bytes``, ``pool_idle_bytes``,
     ``pool_reserved_bytes``, ``pool_peak_bytes``, ``pool_trimmed_bytes`` and ``pool_system_bytes``
@@ -327,12 +327,12 @@ def _takes_a_pool(cupy: Any) -> bool:
 
 
 def _lowest_limit(manager: Any) -> int | None:
-    """The bytes above which idle memory counts; None: a worker may have what it likes."""
+    """The bytes above which idle memory is to be returned; None: it never is."""
     import dask
 
     names = ("target", "spill", "pause")
     fractions = [getattr(manager, f"memory_{name}_fraction") for name in names]
     # A nanny compares, too, and asks nobody before.
-    fractions.append(OF_NANNY * dask.config.get("distributed.worker.memory.terminate"))
+    fractions.append(OF_NANNY * (dask.config.get("distributed.worker.memory.terminate") or 0))
     lowest = min((fraction for fraction in fractions if fraction), default=None)
     return int(lowest * manager.memory_limit) if lowest and manager.memory_limit else None

@@ -10,6 +10,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
 from collections.abc import Iterable
+from time import monotonic
 
 from arenapy.allocator.allocator cimport (
     Allocator, aligned_region, check_source, complete, grown_in_c,
@@ -46,7 +47,7 @@ cdef extern from "<unistd.h>" nogil:
 cdef enum:
     MAX_ITEMS = 0x80000000   # 2 ** 31
     MOMENT = 50              # microseconds between two looks at what another thread does
-    PATIENCE = 150_000       # moments, of which each takes as long again to wake up
+    PATIENCE = 20            # seconds of waiting for a thread whose source may wait for this one
 
 
 @cython.final
@@ -87,8 +88,8 @@ cdef class Slab(Allocator):
     -----
     Thread-safety: every method is thread-safe. Any thread may release a block that another
     thread allocated. If the slab is full and another thread is asking the source for more, an
-    allocation waits for that thread. It raises OutOfMemory after some 20 seconds, since the source
-    may wait for the thread of the allocation.
+    allocation waits for that thread. It raises OutOfMemory after 20 seconds, since the source may
+    wait for the thread of the allocation.
 
     Examples
     --------
@@ -331,7 +332,7 @@ cdef class Slab(Allocator):
     cdef int more(self, uint64_t wanted) except -1:
         cdef SlabCore c = self.core
         cdef uint64_t items, known
-        cdef int waits = 0
+        cdef double deadline = 0
         cdef Region region = None
         cdef object error = None
         while True:
@@ -349,13 +350,14 @@ cdef class Slab(Allocator):
                 break
             if arenapy_finalizing():         # that thread has ended, in its source
                 raise OutOfMemory(self._full(wanted, "the interpreter is ending"))
-            if waits == PATIENCE:
+            if deadline == 0:
+                deadline = monotonic() + PATIENCE
+            elif monotonic() > deadline:
                 if self.reclaim_all():
                     return 0
                 raise OutOfMemory(self._full(
                     wanted, "another thread, which has been growing it for long, may wait for this "
                     "one in its source"))
-            waits += 1
             with nogil:
                 usleep(MOMENT)
             PyErr_CheckSignals()             # the source may take long

@@ -553,6 +553,7 @@ def test_a_device_that_fails_during_a_relayed_copy(fails, on, amid):
             blocks[1].copy_from(blocks[0], stream=s)
         except cuda.CudaError:
             assert amid
+        assert gpu.before_call is None
         if not amid:
             gpu.lose(fails)
         blocks.pop(1 - fails).release(s)

@@ -629,6 +629,7 @@ def test_a_device_without_cupy(distributed, monkeypatch):
         (1000, False, False, 0.8, False, 800),
         (1000, False, False, False, 0.9, 765),
         (1000, False, False, False, False, None),
+        (1000, False, False, False, None, None),
         (None, 0.6, 0.7, 0.8, 0.95, None),
     ],
 )
