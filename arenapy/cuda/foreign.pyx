@@ -147,6 +147,39 @@ cdef class Exported:
 seal(Exported)
 
 
+# Who looks for the weak references to windows wants to know of each Buffer. The collector would
+# clear those of garbage before it runs finalizers, which may use the Buffer. So it sees no window.
+@cython.final
+@cython.no_gc
+cdef class Window:
+    """A part of a Buffer's memory as another library's array. Internal."""
+
+    cdef object memory
+    cdef object described
+    cdef object __weakref__
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.described
+
+
+seal(Window)
+
+
+def window_of(memory, address, nbytes):
+    """Internal: `nbytes` bytes from `address` in the Buffer `memory`, for `asbuffer`."""
+    cdef Window window = Window.__new__(Window)
+    window.memory = memory
+    window.described = {
+        "version": 3,
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (address, False),
+        "strides": None,
+    }
+    return window
+
+
 cdef bint keep_storage(Foreign array, object thing, object stream) except -1:
     """Its capsule keeps what the object may let go of, and tells its library who waits for it.
 

@@ -4,9 +4,10 @@ What lives here: the host's side of KernelArena and KernelSlab: their memory, th
 it, and what the host sees of it. What does not: allocation itself, which is device code
 (device-code/arenapy.cuh).
 
-A Buffer over a part of the memory keeps a `_Window`, and a reset is refused while there is one. So
+A Buffer over a part of the memory keeps a `Window`, and a reset is refused while there is one. So
 no byte is handed out again while somebody on the host can see it. A reset in a graph is the
-exception: nobody is asked when the graph is launched.
+exception: nobody is asked when the graph is launched. The window keeps the memory itself, and not
+the object that has it: a second ``__init__`` of that one gives it other memory.
 """
 
 import struct
@@ -17,7 +18,7 @@ from typing import NoReturn
 
 from arenapy.base.text import format_bytes
 from arenapy.buffer.buffer import Buffer
-from arenapy.cuda.foreign import asbuffer
+from arenapy.cuda.foreign import Window, asbuffer, window_of
 from arenapy.cuda.ordering import drop_finished
 from arenapy.cuda.sources import Device, DriverPool, Managed
 from arenapy.cuda.stream import wait_for
@@ -59,24 +60,6 @@ def include_dir() -> str:
     return str(Path(__file__).parent / "device-code")
 
 
-class _Window:
-    """A part of the memory as another library's array; `asbuffer` keeps it.
-
-    It keeps the memory itself, and not the object that has it: a second ``__init__`` of that one
-    gives it other memory.
-    """
-
-    def __init__(self, memory: Buffer, address: int, nbytes: int) -> None:
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-        }
-
-
 class _Reset:
     """A reset that is under way."""
 
@@ -87,7 +70,7 @@ class _KernelMemory:
     _all: Buffer
     _address: int  # also where the memory is closed
     # Not WeakSets, whose callback is Python code, in which a signal's exception is lost.
-    _windows: set[weakref.ref[_Window]]
+    _windows: set[weakref.ref[Window]]
     _resets: set[weakref.ref[_Reset]]
     _fresh: bytes  # what a reset writes to the beginning of the struct
     _first: int  # of the memory, from the struct
@@ -162,7 +145,7 @@ class _KernelMemory:
             )
         if stream is not None:
             wait_for(stream, self.device_id)
-        window = _Window(self._all, at, n)
+        window = window_of(self._all, at, n)
         self._windows.add(weakref.ref(window, self._windows.discard))
         try:
             if self._resets:  # which has looked for windows already, perhaps

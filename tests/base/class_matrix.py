@@ -335,7 +335,7 @@ NEVER_SEEN = {
     "arenapy.allocator.allocator.Allocator", "arenapy.buffer.block.CountShard",
     "arenapy.buffer.block.Block",
     "arenapy.buffer.block.MemoryOwner", "arenapy.cuda.backing.Leaving", "arenapy.cuda.copies.Side",
-    "arenapy.cuda.foreign.Exported", "arenapy.cuda.peers.Relay",
+    "arenapy.cuda.foreign.Exported", "arenapy.cuda.foreign.Window", "arenapy.cuda.peers.Relay",
     "arenapy.interop.cupy_blocks.Allocator", "arenapy.interop.cupy_blocks.Kept",  # without CuPy
     "arenapy.interop.cupy_blocks.PinnedAllocator", "arenapy.interop.cupy_blocks.PinnedMemory",
     "arenapy.interop.hip_calls.Memory",  # without HIP

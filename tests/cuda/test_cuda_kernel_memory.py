@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import ctypes
+import gc
 import os
 import pickle
 import struct
@@ -196,6 +197,26 @@ def test_it_is_not_copied(gpu, how):
     for one in (cuda.KernelArena(1 << 10, cuda.Managed()), cuda.KernelSlab(64, 10, cuda.Managed())):
         with pytest.raises(TypeError, match=f"a {type(one).__name__} is not copied"):
             how(one)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: cuda.KernelArena(1000), lambda: cuda.KernelSlab(64, 32)], ids=["arena", "slab"]
+)
+def test_a_buffer_in_garbage_forbids_a_reset_to_its_finalizers(gpu, make):
+    memory, refused = make(), []
+
+    class Node:
+        def __del__(self):
+            with pytest.raises(BufferError, match="in use"):
+                memory.reset()
+            refused.append(self.block.nbytes)
+
+    node = Node()
+    node.itself, node.block = node, memory.buffer(memory.address + memory._first, 64)
+    del node
+    gc.collect()
+    assert refused == [64]
+    memory.reset()
 
 
 def test_no_buffer_while_a_reset_is_under_way(gpu):
