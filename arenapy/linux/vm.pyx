@@ -21,7 +21,7 @@ from cpython.bytes cimport PyBytes_AsStringAndSize
 from cpython.exc cimport (
     PyErr_CheckSignals, PyErr_SetFromErrno, PyErr_SetFromErrnoWithFilenameObject,
 )
-from libc.errno cimport EACCES, EAGAIN, EBADF, EINTR, ENAMETOOLONG, errno
+from libc.errno cimport EACCES, EAGAIN, EBADF, EFBIG, EINTR, ENAMETOOLONG, errno
 from libc.stdint cimport int64_t, uint64_t
 from posix.fcntl cimport O_CLOEXEC, O_CREAT, O_EXCL, O_RDONLY, O_RDWR, open as c_open
 from posix.mman cimport (
@@ -844,7 +844,10 @@ cdef class Renewal:
     def reserve(self, long long nbytes):
         """Make the file as large as that, on disk, with what it has."""
         cdef long long before = file_nbytes(self.file.fd)
+        cdef long long limit = c_soft_limit(RLIMIT_FSIZE)
         cdef int rc = EINTR
+        if 0 <= limit < nbytes:              # the kernel asks only where the file grows
+            checked(-EFBIG)
         self.before = before
         while rc == EINTR:
             PyErr_CheckSignals()

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import pickle
+import resource
 from multiprocessing import shared_memory
 from pathlib import Path
 from unittest.mock import Mock
@@ -85,6 +86,21 @@ def test_file_new(tmp_path):
     assert path.read_bytes()[:2] == b"\1\0"
     assert content(File(path, "w+").region(PAGE), 1) == b"\0"  # emptied
     assert path.stat().st_size == PAGE
+
+
+@pytest.mark.parametrize("old", [0, PAGE, 3 * PAGE])
+def test_a_file_beyond_the_limit_of_the_process_is_kept(tmp_path, old):
+    """The kernel asks for that limit only where a file grows, as an emptied one does."""
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * old)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE - 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            File(path, "w+").region(2 * PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"\1" * old
 
 
 @pytest.mark.parametrize("mode", ["r+", "w+"])
