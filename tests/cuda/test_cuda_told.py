@@ -280,7 +280,7 @@ def test_a_stream_that_somebody_still_has_is_not_forgotten(gpu):
 
 
 FOUND_BY = {
-    "reference": lambda one: weakref.ref(one),
+    "reference": weakref.ref,
     "table": lambda one: partial(weakref.WeakValueDictionary(one=one).get, "one"),
     "proxy": lambda one: partial(lambda proxy: proxy, weakref.proxy(one)),
     "finalizer": lambda one: partial(lambda end: end.peek()[0], weakref.finalize(one, bool)),

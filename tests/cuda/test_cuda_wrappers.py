@@ -390,18 +390,17 @@ def test_numba_ends_its_streams_at_exit(run_script, name, captured):
     """Also those that a pool keeps; what runs later at exit may still ask that pool."""
     support = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
     run_script(f"""
-        import atexit, gc, sys
+        import atexit, sys
         sys.path[:0] = {support!r}
 
         @atexit.register
-        def ask():                               # after the finalizers, which register now
+        def ask():                               # after the finalizers, which register later
             global block
             assert not driver.stream_handles.things
             del block
             assert pool.alloc(2 * MIB) and pool.stats().pending_bytes == 0
             gpu.__exit__(None, None, None)       # which looks for calls with what is gone
 
-        import weakref
         from cuda_support import MIB, a_gpu, slowly_fill
         from simulated_gpu import RELAXED
         from stream_wrappers import KNOWN_OWNERS, new_handle
