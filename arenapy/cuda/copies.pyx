@@ -177,27 +177,20 @@ cdef class CudaMemory(Ordering):
                 if relay is None:
                     give_up(<Retained>one)   # nobody uses it
                 else:
-                    retain_until(<Retained>one, relay.far if side is to else relay.near)
+                    retain_until(<Retained>one, stream_on(relay, side.device_id))
             if relay is not None:            # what it had queued may go on
-                try:
-                    note_side(to, relay.far)
-                finally:
-                    note_side(source, relay.near)
+                note_sides(to, relay.far, source, relay.near)
             raise
         for side, one in kept:
-            if relay is None or s.device_id == (<Side>side).device_id:
+            if relay is None or side.device_id == s.device_id:
                 retain_until(<Retained>one, s)
             else:
-                retain_until(<Retained>one, relay.far if side is to else relay.near)
-        if relay is None:
-            return 0
-        try:                                 # `s` is over at once if its device fails
-            if s.device_id != to.device_id:
-                note_side(to, relay.over)
-        finally:
+                retain_until(<Retained>one, stream_on(relay, side.device_id))
+        if relay is not None:
             try:
-                if s.device_id != source.device_id:
-                    note_side(source, relay.read)
+                # `s` covers only what its own device does: it is over at once if that one fails.
+                note_sides(to, None if to.device_id == s.device_id else relay.over,
+                           source, None if source.device_id == s.device_id else relay.read)
             finally:
                 give_relay_back(relay)
         return 0
@@ -381,6 +374,21 @@ cdef CudaMemory memory_under(Side side):
 cdef int note_side(Side side, object use) except -1:
     cdef CudaMemory m = memory_under(side)
     return 0 if m is None else m.note(block_of(side), use)
+
+
+cdef int note_sides(Side to, object written, Side source, object read) except -1:
+    """Note the uses of both sides, also if the first note fails. None: there is none."""
+    try:
+        if written is not None:
+            note_side(to, written)
+    finally:
+        if read is not None:
+            note_side(source, read)
+    return 0
+
+
+cdef StreamRef stream_on(Relay relay, int device_id):
+    return relay.near if relay.near.device_id == device_id else relay.far
 
 
 cdef int can_be_used(StreamRef s, bint now) except -1:
