@@ -13,14 +13,17 @@ __all__ = ["rebuild_buffer"]
 
 def rebuild_buffer(data: Any, layout: tuple[Any, Any] | None, readonly: bool) -> Buffer:
     """Make a Buffer over the unpickled bytes, which it then owns."""
-    memory = memoryview(data)
-    nbytes = memory.nbytes
-    if nbytes == 0 or (memory.readonly and not readonly):
-        memory = memoryview(bytearray(memory) or bytearray(1))
+    with memoryview(data) as memory:
+        nbytes = memory.nbytes
+        if nbytes == 0 or (memory.readonly and not readonly):
+            data = bytearray(memory) or bytearray(1)
+        view = viewed(data, readonly)
     # Others may view the same bytes: what was pickled out of band is loaded as often as one likes.
-    region = region_of(
-        viewed(memory, readonly), memory.nbytes, readonly, False, "an unpickled Buffer"
-    )
+    try:
+        region = region_of(view, view.nbytes, readonly, False, "an unpickled Buffer")
+    except BaseException:
+        view.release()  # as in Existing.region
+        raise
     buffer = region.buffer(0, nbytes)
     return buffer if layout is None else buffer.view(*layout)
 

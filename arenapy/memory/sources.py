@@ -521,6 +521,8 @@ class File:
             path = os.path.join(folder, path)
         else:
             path = os.path.join(os.fsdecode(folder), path)
+        if self.mode == "w+" and os.path.islink(path) and not os.path.exists(path):
+            path = os.path.realpath(path)  # O_EXCL does not follow a link
         while True:
             opened: list[vm.Descriptor] = []
             try:
@@ -853,13 +855,17 @@ class Existing:
         100
         """
         view = viewed(self.obj, self.readonly)
-        nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
-        if nbytes > view.nbytes:
-            raise OutOfMemory(
-                f"Existing has {view.nbytes} bytes, and the request is for {nbytes}: "
-                "ask for less, or pass a larger object"
-            )
-        return region_of(view, nbytes, self.readonly, not self.readonly, repr(self))
+        try:
+            nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
+            if nbytes > view.nbytes:
+                raise OutOfMemory(
+                    f"Existing has {view.nbytes} bytes, and the request is for {nbytes}: "
+                    "ask for less, or pass a larger object"
+                )
+            return region_of(view, nbytes, self.readonly, not self.readonly, repr(self))
+        except BaseException:
+            view.release()  # the traceback keeps it, and so the object would stay exported
+            raise
 
 
 def viewed(obj: Any, readonly: bool) -> memoryview:
@@ -870,17 +876,21 @@ def viewed(obj: Any, readonly: bool) -> memoryview:
         raise TypeError(
             f"Existing needs an object with a buffer, but {type(obj).__name__} has none"
         ) from None
-    refuse_objects(view.format, obj)
     name = type(obj).__name__
-    if view.readonly and not readonly:
-        raise BufferError(
-            f"this {name} is read-only: copy it into a bytearray, or pass readonly=True for a "
-            "read-only region"
-        )
-    if not view.c_contiguous:
-        raise BufferError(f"this {name} is not C-contiguous: pass a contiguous copy of it")
-    if view.nbytes == 0:
-        raise ValueError(f"this {name} is empty: there is nothing to make a region of")
+    try:
+        refuse_objects(view.format, obj)
+        if view.readonly and not readonly:
+            raise BufferError(
+                f"this {name} is read-only: copy it into a bytearray, or pass readonly=True for a "
+                "read-only region"
+            )
+        if not view.c_contiguous:
+            raise BufferError(f"this {name} is not C-contiguous: pass a contiguous copy of it")
+        if view.nbytes == 0:
+            raise ValueError(f"this {name} is empty: there is nothing to make a region of")
+    except BaseException:
+        view.release()  # as in Existing.region
+        raise
     return view
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from kernel_view import closed_in_child, nothing_leaks, vm_flags
 
-from arenapy import Bump, Pool, Slab, numpy_memory
+from arenapy import Bump, Pool, Slab, numpy_memory, pickling
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
 from arenapy.memory.sources import Existing, File
@@ -86,6 +86,19 @@ def test_file_new(tmp_path):
     assert path.read_bytes()[:2] == b"\1\0"
     assert content(File(path, "w+").region(PAGE), 1) == b"\0"  # emptied
     assert path.stat().st_size == PAGE
+
+
+def test_a_link_to_a_file_that_is_not_there_yet(tmp_path):
+    link, target = tmp_path / "current", tmp_path / "folder" / "today"
+    link.symlink_to("folder/today")
+    with pytest.raises(FileNotFoundError, match="today"):
+        File(link, "w+").region(PAGE)
+    target.parent.mkdir()
+    with pytest.raises(OSError, match="cannot reserve"):
+        File(link, "w+").region(1 << 60)
+    assert link.is_symlink() and not target.exists()
+    region = File(link, "w+").region(PAGE)
+    assert os.path.samestat(target.stat(), os.fstat(region.fd))
 
 
 @pytest.mark.parametrize("old", [0, PAGE, 3 * PAGE])
@@ -700,6 +713,32 @@ def test_existing_errors():
         Existing(b"abc", readonly=1)
     with pytest.raises(OutOfMemory, match="has 3 bytes, and the request is for 4"):
         Existing(bytearray(3)).region(4)
+
+
+def unpickled_beside_another(memory):
+    region = Existing(memory).region()
+    try:
+        pickling.rebuild_buffer(memory, None, False)
+    finally:
+        region.close()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "call"),
+    [
+        (0, Existing),
+        (PAGE, lambda memory: Existing(memory).region("x")),
+        (PAGE, lambda memory: Bump(2 * PAGE, Existing(memory))),
+        (PAGE, unpickled_beside_another),
+    ],
+)
+def test_an_error_does_not_keep_the_object_exported(nbytes, call):
+    memory = bytearray(nbytes)
+    try:
+        call(memory)
+    except (OutOfMemory, TypeError, ValueError, BufferError):
+        memory.extend(b"x")  # while the traceback lives
+    assert len(memory) == nbytes + 1
 
 
 def test_existing_read_only():
