@@ -102,6 +102,14 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+def _see_children_end() -> None:
+    """Nobody can wait for a child where SIGCHLD is ignored, as a command may inherit it."""
+    import signal
+
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def _show_all_characters() -> None:
     """Let standard output replace what its encoding lacks: a measurement is not to be lost."""
     import codecs
@@ -161,6 +169,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         command = importlib.import_module(module).main
         if argv is None:
             _end_by_signals()
+            _see_children_end()
             _show_all_characters()
         status: int = command(words[1:])
         if sys.stdout is not None:  # so that a full disk is noticed here, and not ignored at exit

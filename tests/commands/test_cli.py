@@ -157,6 +157,33 @@ def test_a_caller_in_python_keeps_its_signal_handlers(command):
     assert signal.getsignal(signal.SIGPIPE) is before
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["run", "--quiet", "--advise"], 3, "ignored: True"),
+        (["compare", "-n", "1"], 1, "the program failed (plain): status 3"),
+    ],
+)
+def test_an_inherited_sigchld_that_is_ignored(tmp_path, words, status, says):
+    """As of a shell's ``trap '' CHLD``: the kernel would keep no child's status."""
+    program = tmp_path / "work.py"
+    program.write_text(
+        "import signal\n"
+        "print('ignored:', signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN)\n"
+        "raise SystemExit(3)\n"
+    )
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            [*COMMAND, *words, program], text=True, env=QUIET,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert says in output and process.returncode == status
+
+
 def test_interrupt_is_quiet_and_130(command, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt

@@ -38,7 +38,11 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
     OSError
         The program cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder, _group_witness() as witness:
+    with (
+        tempfile.TemporaryDirectory(prefix="arenapy-run-") as folder,
+        _ends_of_children_seen() as ignored,
+        _group_witness() as witness,
+    ):
         file = options.trace or os.path.join(folder, "program.trace")
         before = _state(file)
         error, write = os.pipe()  # closed where the program starts
@@ -50,6 +54,8 @@ def run_and_advise(options: Options, *, report: bool, json_file: str | None) -> 
                 for number in HEEDED:  # as of the program that is to start
                     if signal.getsignal(number) != signal.SIG_IGN:
                         signal.signal(number, signal.SIG_DFL)
+                if ignored:
+                    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 words, environment = command(
                     options, report=report, json_file=json_file, trace=file, sites=options.sites
@@ -102,6 +108,19 @@ def _advice(file: str | None, options: Options) -> list[str]:
     except (MemoryError, OSError, ValueError) as error:
         return [printable_lines(f"arenapy run: no advice: {error}")]
     return ["arenapy advise", *(f"  {line}" for line in show(found))]
+
+
+@contextmanager
+def _ends_of_children_seen() -> Iterator[bool]:
+    """Whether SIGCHLD is ignored otherwise: then nobody could wait for a child."""
+    ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield ignored
+    finally:
+        if ignored:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 @contextmanager
