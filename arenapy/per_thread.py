@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from arenapy.allocator.allocator import Allocator
 
@@ -70,6 +70,9 @@ class PerThread(Generic[A]):
         if name.startswith("_"):  # not ours to pass on: pickling and copying probe for these
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.get(), name)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PerThread is not copied or pickled; make another one of its factory")
 
     def __repr__(self) -> str:
         """Say what this thread has."""

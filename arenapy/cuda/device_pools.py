@@ -12,7 +12,7 @@ Thread-safety: everything here may be called from any thread.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 from arenapy.buffer.buffer import Buffer
 from arenapy.cuda import peers
@@ -273,6 +273,9 @@ class Devices:
 
     def __len__(self) -> int:
         return len(self.pools)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Devices is not copied or pickled; in the other process, make one there")
 
     def __repr__(self) -> str:
         return f"<Devices {', '.join(f'{one}: {pool!r}' for one, pool in self.pools.items())}>"

@@ -1,5 +1,7 @@
 """Threads: buffers may die anywhere, and misuse of one arena by many is slow and never unsafe."""
 
+import copy
+import pickle
 import queue
 import random
 import threading
@@ -150,3 +152,9 @@ def test_code_that_runs_in_the_factory_uses_the_arena_that_the_thread_keeps():
     arenas.alloc(10)
     arenas.reset(marks[0])
     assert arenas.get() is made[1]
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_per_thread_arenas_are_not_copied(act):
+    with pytest.raises(TypeError, match="PerThread is not copied"):
+        act(PerThread(exact))

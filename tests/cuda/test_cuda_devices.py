@@ -1,6 +1,8 @@
 """Several devices behind one object, and copies between them. On the simulated driver."""
 
+import copy
 import ctypes
+import pickle
 import random
 import threading
 from dataclasses import fields
@@ -170,6 +172,12 @@ def test_bad_input(gpu, arguments, error, text):
     with pytest.raises(error, match=text):
         cuda.Devices(**arguments)
     assert gpu.memory.used == before and not gpu.enabled
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied(gpu, act):
+    with pytest.raises(TypeError, match="Devices is not copied"):
+        act(cuda.Devices())
 
 
 def test_a_device_that_it_does_not_have(gpu):
