@@ -26,10 +26,10 @@ instead, which waits for it (`handle_here`).
 Thread-safety: everything here may be called from any thread.
 """
 cimport cython
-from cpython.exc cimport PyErr_SetInterrupt
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 
+from arenapy.allocator.allocator cimport raise_later
 from arenapy.base.atomic cimport ARENAPY_GIL
 from arenapy.base.dicts cimport found_in
 
@@ -229,21 +229,27 @@ cdef class StreamRef:
 
     cdef bint gone(self) noexcept:
         """Has somebody closed it? The driver crashes on the handle of a destroyed stream."""
-        cdef bint interrupted = False, found = True
-        cdef int _n
+        cdef object first
+        cdef bint answer
         if self.tells is None and self.ends_by is None:
             return False
-        for _n in range(2):
-            try:
-                found = says_gone(self)
-                break
-            except KeyboardInterrupt:
-                interrupted = True           # ask once more, and raise it where it can be raised
-            except BaseException:
-                break
-        if interrupted:
-            PyErr_SetInterrupt()
-        return found
+        try:
+            return says_gone(self)
+        except BaseException as error:
+            first = error
+        # One that is closed may raise, and does so each time. What came once may be of a signal,
+        # and is raised where it can be raised.
+        try:
+            answer = says_gone(self)
+        except BaseException as second:
+            if not isinstance(first, Exception):
+                raise_later(first)
+            if not isinstance(second, Exception):
+                raise_later(second)
+            return True
+        if not isinstance(first, MemoryError):
+            raise_later(first)
+        return answer
 
     cdef int state(self) noexcept:
         """The question disturbs no capture. A stream that is gone fails when it is used."""

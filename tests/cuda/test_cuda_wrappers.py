@@ -7,7 +7,7 @@ it was given; who has its handle next has nothing to do.
 import contextlib
 import gc
 import itertools
-import signal
+import sys
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -420,30 +420,66 @@ def test_numba_ends_its_streams_at_exit(run_script, name, captured):
     """)
 
 
-def test_a_signal_amid_the_question_whether_a_stream_is_closed(gpu):
-    """It counts as closed, and the signal is not lost."""
-    struck, interrupted = [], []
+class Struck:
+    """A stream that can be closed, and raises in one of the calls that ask it for its handle."""
 
-    class Closable:
-        def __init__(self):
-            self.handle_ = new_handle(gpu)
+    def __init__(self, driver):
+        self.driver, self.handle_ = driver, new_handle(driver)
+        self.calls = self.raise_at = 0
+        self.error = None
 
-        def close(self):
-            destroy(gpu, self.handle_)
-            self.handle_ = 0
+    def close(self):
+        destroy(self.driver, self.handle_)
+        self.handle_ = 0
 
-        def __cuda_stream__(self):
-            if self.handle_ == 0 and not interrupted:
-                interrupted.append(1)
-                raise KeyboardInterrupt
-            return 0, self.handle_
+    def raise_in(self, call, error):
+        self.calls, self.raise_at, self.error = 0, call, error
 
-    block, stream = Pool(8 * MIB, cuda.Device()).alloc(ITEM), Closable()
+    def __cuda_stream__(self):
+        self.calls += 1
+        if self.calls == self.raise_at:
+            raise self.error
+        return 0, self.handle_
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_signal_amid_the_question_whether_a_stream_is_closed(gpu, monkeypatch, error, closed):
+    """What its handler raises is not lost. In this thread it could strike in the driver's code."""
+    block, stream = Pool(8 * MIB, cuda.Device()).alloc(ITEM), Struck(gpu)
     block.record_stream(stream)
-    stream.close()
-    before = signal.signal(signal.SIGINT, lambda *_: struck.append(1))
-    try:
-        block.release()
-        assert interrupted and struck
-    finally:
-        signal.signal(signal.SIGINT, before)
+    if closed:
+        stream.close()
+    stream.raise_in(1, error)
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: reported.append(said.exc_type))
+    in_threads(block.release)
+    assert reported == [error]
+
+
+USES = {
+    "copied to": lambda block, other, stream: block.copy_from(other, stream=stream),
+    "copied from": lambda block, other, stream: block.copy_to(other, stream=stream),
+    "filled": lambda block, other, stream: block.fill(7, stream=stream),
+    "recorded": lambda block, other, stream: block.record_stream(stream),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_error_amid_that_question_does_not_hide_a_capture(gpu, use):
+    pool, other = Pool(2 * MIB, cuda.Device()), Pool(2 * MIB, cuda.Device()).alloc(ITEM)
+    for call in itertools.count(1):
+        stream, block = Struck(gpu), pool.alloc(ITEM)
+        gpu.drain()
+        gpu.begin_capture(stream.handle_)
+        stream.raise_in(call, MemoryError)
+        with contextlib.suppress(MemoryError):
+            USES[use](block, other, stream)
+            graph = graph_of(gpu, stream)
+            block.release()
+            gpu.drain()
+            assert pool.stats().pending_bytes == ITEM, call
+            gpu.destroy_graph(graph)
+        if stream.calls < call:
+            break
+    assert call > 2
