@@ -102,7 +102,7 @@ def test_a_file_is_what_would_be_written_of_it(name, tmp_path):
 def test_a_figure_is_one_line_of_its_file(tmp_path):
     path = tmp_path / "some.json"
     lines = [
-        Row.of(Line("a", "met", 100 / 3, "ns", 5, at_least=True)),
+        Row.of(Line("a", "met", 100 / 3, "ns", 5, at_least=True, timed=False)),
         Row.of(Line("a", "missed", 123456789.4, "x", 2, timed=False)),
         Row.of(Line("a", "shown", 0.0, "x")),
         Row("said", 2.0, "x", False),
