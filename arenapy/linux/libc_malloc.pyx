@@ -27,6 +27,7 @@ cimport cython
 cdef extern from * nogil:
     """
     #include <dlfcn.h>
+    #include <link.h>
 
     enum {                              /* of glibc's <malloc.h>, which others do not have */
         ARENAPY_TRIM_THRESHOLD = -1, ARENAPY_TOP_PAD = -2,
@@ -34,16 +35,29 @@ cdef extern from * nogil:
     };
     typedef int (*arenapy_mallopt_type)(int, int);
 
+    /* Where a function is. If an executable at a fixed address, such as Debian's python3, takes the
+       address of a function, that is the address of a stub in the executable: 0, it is not known. */
+    static int arenapy_whereabouts(const char *name, Dl_info *info) {
+        void *at = dlsym(RTLD_DEFAULT, name);
+        if (at == NULL) return 0;
+    #ifdef __GLIBC__
+        ElfW(Sym) *symbol = NULL;
+        return dladdr1(at, info, (void **)&symbol, RTLD_DL_SYMENT) != 0
+            && symbol != NULL && symbol->st_shndx != SHN_UNDEF;
+    #else
+        return dladdr(at, info);
+    #endif
+    }
+
     /* glibc's mallopt, if malloc is glibc's own: another one may be linked or preloaded. `*file` is
        where malloc is, or NULL. */
     static arenapy_mallopt_type arenapy_find_mallopt(const char **file) {
-        void *at = dlsym(RTLD_DEFAULT, "malloc");
-        void *version = dlsym(RTLD_DEFAULT, "gnu_get_libc_version");
         Dl_info of_malloc, of_glibc;
         *file = NULL;
-        if (at == NULL || !dladdr(at, &of_malloc)) return NULL;
+        if (!arenapy_whereabouts("malloc", &of_malloc)
+            && !arenapy_whereabouts("malloc_usable_size", &of_malloc)) return NULL;
         *file = of_malloc.dli_fname;
-        if (version == NULL || !dladdr(version, &of_glibc)) return NULL;
+        if (!arenapy_whereabouts("gnu_get_libc_version", &of_glibc)) return NULL;
         if (of_malloc.dli_fbase != of_glibc.dli_fbase) return NULL;
         return (arenapy_mallopt_type)dlsym(RTLD_DEFAULT, "mallopt");
     }

@@ -7,6 +7,8 @@ Whether it is in force is read from a block of malloc's: glibc says in front of 
 import os
 import shlex
 import subprocess
+import sys
+import sysconfig
 
 import pytest
 from hypothesis import settings
@@ -242,6 +244,39 @@ print(libc_malloc.foreign_malloc())
     )
     assert f"libc='keep' without effect: malloc is {library}'s" in found
     assert found.splitlines()[-1] == str(library)
+
+
+STUB = """
+#include <stdlib.h>
+int Py_BytesMain(int n, char **words);
+int main(int n, char **words) {
+    void *(*volatile allocate)(size_t) = malloc;
+    free(allocate(1));
+    return Py_BytesMain(n, words);
+}
+"""
+
+
+@glibc
+@pytest.mark.no_sanitizer
+def test_an_executable_with_a_stub_of_malloc(tmp_path):
+    """As Debian's python3: at a fixed address, with code that takes the address of malloc."""
+    folder, library = map(sysconfig.get_config_var, ("LIBDIR", "INSTSONAME"))
+    if not library.startswith("libpython") or ".so" not in library:
+        pytest.skip("this Python has no shared library")
+    source, program = tmp_path / "stub.c", tmp_path / "stub"
+    source.write_text(STUB)
+    subprocess.run(
+        [*shlex.split(os.environ.get("CC", "cc")), "-fno-pie", "-no-pie", "-o", program, source,
+         os.path.join(folder, library), f"-Wl,-rpath,{folder}"],
+        check=True,
+    )  # fmt: skip
+    done = subprocess.run(
+        [program, "-c", PRELUDE + "with numpy_memory(Pool(1 << 20), libc='keep'): assert kept()"],
+        env={**os.environ, "PYTHONHOME": sys.base_prefix, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_arrays_are_the_pools_all_the_same(run_script):
