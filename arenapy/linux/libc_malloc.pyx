@@ -36,7 +36,7 @@ cdef extern from * nogil:
     typedef int (*arenapy_mallopt_type)(int, int);
 
     /* Where a function is. If an executable at a fixed address, such as Debian's python3, takes the
-       address of a function, that is the address of a stub in the executable: 0, it is not known. */
+       address of a function, it is that of a stub in the executable. Then this is 0. */
     static int arenapy_whereabouts(const char *name, Dl_info *info) {
         void *at = dlsym(RTLD_DEFAULT, name);
         if (at == NULL) return 0;

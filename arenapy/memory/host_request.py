@@ -16,7 +16,7 @@ from arenapy.base.system_errors import is_of_system
 from arenapy.base.text import format_bytes
 from arenapy.errors import OutOfMemory
 from arenapy.linux import vm
-from arenapy.linux.limits import check_request, huge_pools, memory_info, numa_nodes, read_limits
+from arenapy.linux.limits import Limit, check_request, huge_pools, numa_nodes, read_limits
 from arenapy.linux.reserved_space import Mapping
 
 _open = open  # see limits
@@ -178,7 +178,7 @@ class Request:
         try:
             vm.lock(address, self.mapped)
         except OSError as error:
-            memlock = memory_info().memlock
+            memlock = vm.soft_limit("RLIMIT_MEMLOCK")
             bound = "no limit" if memlock is None else format_bytes(memlock)
             text = (
                 f"cannot lock {self.what} of {format_bytes(self.nbytes)} ({error.strerror}): "
@@ -194,10 +194,11 @@ class Request:
         except OSError as error:
             if self.hugetlb and error.errno in (errno.EFAULT, errno.ENOMEM):
                 self._check_pool(" (they ran out: by a NUMA node or a hugetlb cgroup limit)")
+            binding = _tightest_limit()
             text = (
                 f"cannot fault in {self.what} of {format_bytes(self.nbytes)} ({error.strerror}); "
-                f"{memory_info().limit.name} has {format_bytes(memory_info().available)} free. Ask "
-                "for less, or pass prefault=False"
+                f"{binding.name} has {format_bytes(binding.available)} free. Ask for less, or pass "
+                "prefault=False"
             )
             raise refusal(error, text) from error
 
@@ -245,17 +246,26 @@ def explain_map(error: OSError, what: str, nbytes: int, huge: int = 0) -> Except
             f"{asked}this process has {count} mappings of at most {most}. Use fewer and larger "
             "regions, or raise vm.max_map_count"
         )
-    binding = min(read_limits(), key=lambda limit: limit.available)
+    binding = _tightest_limit()
     return OutOfMemory(
         f"{asked}the tightest limit is {binding.name} with {format_bytes(binding.available)} free "
         f"of {format_bytes(binding.nbytes)}. Ask for less, or {binding.remedy}."
     )
 
 
+def _tightest_limit() -> Limit:
+    return min(read_limits(), key=lambda limit: limit.available)
+
+
 def _mappings() -> tuple[int, int]:
-    """How many mappings this process has, and may have."""
-    with _open("/proc/self/maps", "rb") as lines, _open("/proc/sys/vm/max_map_count") as most:
-        return sum(1 for _ in lines), int(most.read())
+    """How many mappings this process has, and may have; no limit if it cannot be asked."""
+    try:
+        with _open("/proc/self/maps", "rb") as lines, _open("/proc/sys/vm/max_map_count") as most:
+            return sum(1 for _ in lines), int(most.read())
+    except OSError as error:  # no /proc, or no free descriptor
+        if not is_of_system(error):
+            raise
+        return 0, sys.maxsize
 
 
 # ---- checks ----------------------------------------------------------------------------------

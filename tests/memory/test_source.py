@@ -10,9 +10,11 @@ import gc
 import os
 import pickle
 import re
+import resource
 import signal
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -464,6 +466,29 @@ def test_failed_prefault_gives_everything_back(
     with pytest.raises(error, match=match) as caught:
         make().region(64 * MIB)
     assert getattr(caught.value, "errno", number) in (number, None)
+
+
+@pytest.fixture
+def no_free_descriptor():
+    lowest = os.dup(0)
+    os.close(lowest)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_refusal_says_why_without_a_descriptor(monkeypatch, populate_error, no_free_descriptor):
+    refused = OSError(errno.ENOMEM, "no memory")
+    populate_error(errno.ENOMEM)
+    with pytest.raises(OutOfMemory, match="cannot fault in"):
+        Host().region(64 * MIB)
+    monkeypatch.setattr(vm, "lock", Mock(side_effect=refused))
+    with pytest.raises(OutOfMemory, match="cannot lock"):
+        Host(lock=True).region(MIB)
+    monkeypatch.setattr(vm, "map_memory", Mock(side_effect=refused))
+    with pytest.raises(OutOfMemory, match="refused to map"):
+        Host().region(MIB)
 
 
 @pytest.mark.parametrize("make", [Host, Shared])
