@@ -17,13 +17,9 @@ def rebuild_buffer(data: Any, layout: tuple[Any, Any] | None, readonly: bool) ->
         nbytes = memory.nbytes
         if nbytes == 0 or (memory.readonly and not readonly):
             data = bytearray(memory) or bytearray(1)
-        view = viewed(data, readonly)
     # Others may view the same bytes: what was pickled out of band is loaded as often as one likes.
-    try:
+    with viewed(data, readonly) as view:
         region = region_of(view, view.nbytes, readonly, False, "an unpickled Buffer")
-    except BaseException:
-        view.release()  # as in Existing.region
-        raise
     buffer = region.buffer(0, nbytes)
     return buffer if layout is None else buffer.view(*layout)
 

@@ -254,6 +254,7 @@ cdef class Claim:
         """Give it up, unless a region has it: a traceback may keep this object."""
         if not self.taken:
             self.end()
+            self.view = None
 
     def __dealloc__(self):
         self.end()

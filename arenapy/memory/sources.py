@@ -854,8 +854,7 @@ class Existing:
         >>> region.nbytes
         100
         """
-        view = viewed(self.obj, self.readonly)
-        try:
+        with viewed(self.obj, self.readonly) as view:  # or a traceback would keep it
             nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
             if nbytes > view.nbytes:
                 raise OutOfMemory(
@@ -863,9 +862,6 @@ class Existing:
                     "ask for less, or pass a larger object"
                 )
             return region_of(view, nbytes, self.readonly, not self.readonly, repr(self))
-        except BaseException:
-            view.release()  # the traceback keeps it, and so the object would stay exported
-            raise
 
 
 def viewed(obj: Any, readonly: bool) -> memoryview:
@@ -889,7 +885,7 @@ def viewed(obj: Any, readonly: bool) -> memoryview:
         if view.nbytes == 0:
             raise ValueError(f"this {name} is empty: there is nothing to make a region of")
     except BaseException:
-        view.release()  # as in Existing.region
+        view.release()  # or the traceback would keep it, and with that the object exported
         raise
     return view
 
@@ -930,7 +926,7 @@ def region_of(view: memoryview, nbytes: int, readonly: bool, alone: bool, label:
                 fork = "closed"
             if files and _is_file(name, device, inode):
                 ranges.append((device | within, inode, at, at + size, alone and shared))
-    with claim(ranges, label, view=view, shared=not (alone or readonly)) as claimed:
+    with claim(ranges, label, view=memoryview(view), shared=not (alone or readonly)) as claimed:
         return Region.from_address(
             start,
             nbytes,

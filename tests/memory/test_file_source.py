@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import resource
+import sys
 from multiprocessing import shared_memory
 from pathlib import Path
 from unittest.mock import Mock
@@ -739,6 +740,37 @@ def test_an_error_does_not_keep_the_object_exported(nbytes, call):
     except (OutOfMemory, TypeError, ValueError, BufferError):
         memory.extend(b"x")  # while the traceback lives
     assert len(memory) == nbytes + 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda memory: Existing(memory).region(),
+        lambda memory: pickling.rebuild_buffer(memory, None, False),
+    ],
+)
+def test_an_error_once_a_region_is_there_does_not_end_its_export(call):
+    """As of a debugger that is left there: it has seen the region."""
+    memory, seen = bytearray(PAGE), []
+
+    def trace(frame, event, result):
+        if event == "return" and frame.f_code.co_name == "region_of":
+            seen.append(result)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(memory)
+    finally:
+        sys.settrace(None)
+    (region,) = seen
+    with pytest.raises(BufferError):
+        memory.extend(b"x")
+    region.close()
+    del region, seen[:]
+    memory.extend(b"x")
 
 
 def test_existing_read_only():
