@@ -66,7 +66,8 @@ cdef extern from *:
                 Py_ssize_t n = PyLong_AsSsize_t(PyTuple_GET_ITEM(items->shape, at));
                 if (n < 0 || __builtin_mul_overflow(all, n, &all)) return 0;
             }
-            return all <= size && arenapy_is_inside((PyObject *)items->base, size);
+            return all == 0
+                || (all <= size && arenapy_is_inside((PyObject *)items->base, size));
         }
         fields = PyDataType_FIELDS(d);
         while (fields != NULL && PyDict_Check(fields) && PyDict_Next(fields, &at, &name, &field)) {
