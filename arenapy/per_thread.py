@@ -72,7 +72,7 @@ class PerThread(Generic[A]):
         return getattr(self.get(), name)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a PerThread is not copied or pickled; make another one of its factory")
+        raise TypeError("a PerThread is not copied or pickled; make another one with its factory")
 
     def __repr__(self) -> str:
         """Say what this thread has."""

@@ -547,7 +547,7 @@ cdef void raise_later(object error) noexcept:
             return
         Py_DECREF(error)                     # there are too many
     PyErr_SetObject(type(error), error)
-    PyErr_WriteUnraisable("growth for C code")
+    PyErr_WriteUnraisable("a call that cannot raise")
 
 
 cdef int raise_now(void* argument) except -1:

@@ -64,10 +64,10 @@ cdef extern from *:
             Py_ssize_t all = PyDataType_ELSIZE(items->base);
             for (at = 0; at < PyTuple_GET_SIZE(items->shape); at++) {
                 Py_ssize_t n = PyLong_AsSsize_t(PyTuple_GET_ITEM(items->shape, at));
+                if (n == 0) return 1;
                 if (n < 0 || __builtin_mul_overflow(all, n, &all)) return 0;
             }
-            return all == 0
-                || (all <= size && arenapy_is_inside((PyObject *)items->base, size));
+            return all <= size && arenapy_is_inside((PyObject *)items->base, size);
         }
         fields = PyDataType_FIELDS(d);
         while (fields != NULL && PyDict_Check(fields) && PyDict_Next(fields, &at, &name, &field)) {

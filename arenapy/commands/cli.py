@@ -103,7 +103,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _see_children_end() -> None:
-    """Nobody can wait for a child where SIGCHLD is ignored, as a command may inherit it."""
+    """Do not ignore SIGCHLD, as a command may inherit it: nobody could wait for a child."""
     import signal
 
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:

@@ -377,7 +377,7 @@ cdef int note_side(Side side, object use) except -1:
 
 
 cdef int note_sides(Side to, object written, Side source, object read) except -1:
-    """Note the uses of both sides, also if the first note fails. None: there is none."""
+    """Note the uses of both sides, also if the first note fails. None: that side has no use."""
     try:
         if written is not None:
             note_side(to, written)

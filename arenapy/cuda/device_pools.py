@@ -275,7 +275,7 @@ class Devices:
         return len(self.pools)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Devices is not copied or pickled; in the other process, make one there")
+        raise TypeError("a Devices is not copied or pickled; make one in the other process")
 
     def __repr__(self) -> str:
         return f"<Devices {', '.join(f'{one}: {pool!r}' for one, pool in self.pools.items())}>"

@@ -237,14 +237,14 @@ cdef class StreamRef:
             return says_gone(self)
         except BaseException as error:
             first = error
-        # One that is closed may raise, and does so each time. What came once may be of a signal,
-        # and is raised where it can be raised.
+        # A closed one may raise, and does so each time. An error that came once may be a signal's:
+        # it is raised where it can be raised.
         try:
             answer = says_gone(self)
         except BaseException as second:
-            if not isinstance(first, Exception):
+            if is_signals(first):
                 raise_later(first)
-            if not isinstance(second, Exception):
+            if is_signals(second):
                 raise_later(second)
             return True
         if not isinstance(first, MemoryError):
@@ -281,6 +281,11 @@ cdef class StreamRef:
 
 
 seal(StreamRef)
+
+
+cdef bint is_signals(object error) noexcept:
+    """Does a signal's handler raise such errors, and a closed stream does not?"""
+    return not isinstance(error, Exception) or isinstance(error, TimeoutError)
 
 
 cdef bint says_gone(StreamRef stream) except -1:

@@ -35,8 +35,8 @@ cdef extern from * nogil:
     };
     typedef int (*arenapy_mallopt_type)(int, int);
 
-    /* Where a function is. If an executable at a fixed address, such as Debian's python3, takes the
-       address of a function, it is that of a stub in the executable. Then this is 0. */
+    /* Says in which object a function is; 0: nobody knows. An executable at a fixed address, as
+       Debian's python3 is, has a stub of each function whose address it takes. dlsym finds that. */
     static int arenapy_whereabouts(const char *name, Dl_info *info) {
         void *at = dlsym(RTLD_DEFAULT, name);
         if (at == NULL) return 0;
@@ -50,16 +50,23 @@ cdef extern from * nogil:
     }
 
     /* glibc's mallopt, if malloc is glibc's own: another one may be linked or preloaded. `*file` is
-       where malloc is, or NULL. */
+       where what is not glibc's is, or NULL. Where malloc has a stub, its companions are asked. */
     static arenapy_mallopt_type arenapy_find_mallopt(const char **file) {
-        Dl_info of_malloc, of_glibc;
+        static const char *const names[] = {
+            "mallopt", "malloc", "malloc_usable_size", "calloc", "realloc", "free"
+        };
+        Dl_info found, of_glibc;
+        int i, known = 0;
         *file = NULL;
-        if (!arenapy_whereabouts("malloc", &of_malloc)
-            && !arenapy_whereabouts("malloc_usable_size", &of_malloc)) return NULL;
-        *file = of_malloc.dli_fname;
         if (!arenapy_whereabouts("gnu_get_libc_version", &of_glibc)) return NULL;
-        if (of_malloc.dli_fbase != of_glibc.dli_fbase) return NULL;
-        return (arenapy_mallopt_type)dlsym(RTLD_DEFAULT, "mallopt");
+        for (i = 0; i < 6; i++) {
+            if (!arenapy_whereabouts(names[i], &found)) continue;
+            *file = found.dli_fname;
+            if (found.dli_fbase != of_glibc.dli_fbase) return NULL;
+            known |= i > 0;
+            if (i == 1) break;              /* it is malloc itself */
+        }
+        return known ? (arenapy_mallopt_type)dlsym(RTLD_DEFAULT, "mallopt") : NULL;
     }
     """
     ctypedef int (*mallopt_type "arenapy_mallopt_type")(int, int)

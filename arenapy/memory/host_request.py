@@ -304,6 +304,8 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def _nodes_text() -> str:
     nodes = numa_nodes()
+    if not nodes:  # no /sys, or no free descriptor
+        return "nodes that the kernel does not name now"
     return f"the nodes {', '.join(map(str, nodes))}" if len(nodes) > 1 else f"node {nodes[0]} only"
 
 

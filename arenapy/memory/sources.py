@@ -521,8 +521,6 @@ class File:
             path = os.path.join(folder, path)
         else:
             path = os.path.join(os.fsdecode(folder), path)
-        if self.mode == "w+" and os.path.islink(path) and not os.path.exists(path):
-            path = os.path.realpath(path)  # O_EXCL does not follow a link
         while True:
             opened: list[vm.Descriptor] = []
             try:
@@ -611,7 +609,13 @@ class File:
             with suppress(FileExistsError):
                 return vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, opened=opened)
         # Asked before opening: opening a FIFO would wait for a writer.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        try:
+            kind = os.stat(path).st_mode
+        except FileNotFoundError as error:
+            if self.mode == "w+" and stat.S_ISLNK(os.lstat(path).st_mode):
+                error.strerror = "it is a link to a file that is not there; give that file's path"
+            raise
+        if not stat.S_ISREG(kind):
             raise ValueError(f"{self.path!r} is not a regular file: only those can be mapped")
         flags = os.O_RDWR if self.mode in ("r+", "w+") else os.O_RDONLY
         return vm.open_file(path, flags, opened=opened)
@@ -854,7 +858,7 @@ class Existing:
         >>> region.nbytes
         100
         """
-        with viewed(self.obj, self.readonly) as view:  # or a traceback would keep it
+        with viewed(self.obj, self.readonly) as view:  # a traceback would keep the view
             nbytes = view.nbytes if nbytes is None else checked_size(nbytes)
             if nbytes > view.nbytes:
                 raise OutOfMemory(
@@ -866,13 +870,11 @@ class Existing:
 
 def viewed(obj: Any, readonly: bool) -> memoryview:
     """A view of an object's memory, if a region can be made of it."""
+    name = type(obj).__name__
     try:
         view = memoryview(as_bytes(obj))
     except TypeError:
-        raise TypeError(
-            f"Existing needs an object with a buffer, but {type(obj).__name__} has none"
-        ) from None
-    name = type(obj).__name__
+        raise TypeError(f"Existing needs an object with a buffer, but {name} has none") from None
     try:
         refuse_objects(view.format, obj)
         if view.readonly and not readonly:
@@ -885,7 +887,7 @@ def viewed(obj: Any, readonly: bool) -> memoryview:
         if view.nbytes == 0:
             raise ValueError(f"this {name} is empty: there is nothing to make a region of")
     except BaseException:
-        view.release()  # or the traceback would keep it, and with that the object exported
+        view.release()  # a traceback would keep it, and the object exported
         raise
     return view
 

@@ -271,6 +271,13 @@ def test_a_size_that_overflows_is_refused(one, itemsize):
                     make(3, nested)
 
 
+def test_a_size_that_overflows_to_none_is_refused(one):
+    dtype = np.dtype([(name, f"V{1 << 30}") for name in "abcd"])
+    assert dtype.itemsize == 0
+    with pytest.raises(ValueError, match="is too large"):
+        one.empty(3, [("x", dtype, (1,)), ("y", "f4")])
+
+
 def test_a_dtype_that_was_changed_is_looked_at_again(one):
     dtype = np.dtype("u1,u1")
     assert one.empty(3, dtype).nbytes == 6

@@ -14,6 +14,7 @@ from rich.console import Console
 from simulated_driver import simulated
 
 from arenapy import cuda
+from arenapy.base.text import format_bytes
 from arenapy.commands import info
 from arenapy.commands.info import Fact, facts, main, table
 from arenapy.cuda import driver
@@ -181,14 +182,15 @@ def test_devices(cuda_python):
     cuda_python(True)
     gc.collect()  # what other tests had pinned
     with simulated() as one:
-        before = {fact.name: fact.value for fact in facts()}.get("pinned by arenapy", 0)
-        region = cuda.Pinned(mapped=False).region(3 * MIB - before)  # another test's may live on
+        # What another test has pinned may live on.
+        pinned = 3 * MIB + {fact.name: fact.value for fact in facts()}.get("pinned by arenapy", 0)
+        region = cuda.Pinned(mapped=False).region(3 * MIB)
         found = [fact for fact in facts() if fact.group == "CUDA"]
         assert [fact.name for fact in found] == ["device 0", "device 1", "pinned by arenapy"]
-        assert [fact.value for fact in found] == [32 * MIB, 64 * MIB, 3 * MIB]
+        assert [fact.value for fact in found] == [32 * MIB, 64 * MIB, pinned]
         assert found[1].shown == "64 MiB free of 128 MiB"
         assert "Simulated 1" in found[1].meaning
-        assert found[2].shown == "3 MiB"
+        assert found[2].shown == format_bytes(pinned)
         del region
         one.fails["cuMemGetInfo"] = 2
         assert [fact.name for fact in facts() if fact.group == "CUDA"] == ["devices"]

@@ -423,10 +423,10 @@ def test_numba_ends_its_streams_at_exit(run_script, name, captured):
 class Struck:
     """A stream that can be closed, and raises in one of the calls that ask it for its handle."""
 
-    def __init__(self, driver):
+    def __init__(self, driver, once_closed=None):
         self.driver, self.handle_ = driver, new_handle(driver)
         self.calls = self.raise_at = 0
-        self.error = None
+        self.error, self.once_closed = None, once_closed
 
     def close(self):
         destroy(self.driver, self.handle_)
@@ -439,14 +439,19 @@ class Struck:
         self.calls += 1
         if self.calls == self.raise_at:
             raise self.error
+        if self.handle_ == 0 and self.once_closed:
+            raise self.once_closed
         return 0, self.handle_
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_signal_amid_the_question_whether_a_stream_is_closed(gpu, monkeypatch, error, closed):
+@pytest.mark.parametrize("once_closed", [None, ValueError])
+def test_a_signal_amid_the_question_whether_a_stream_is_closed(
+    gpu, monkeypatch, error, closed, once_closed
+):
     """What its handler raises is not lost. In this thread it could strike in the driver's code."""
-    block, stream = Pool(8 * MIB, cuda.Device()).alloc(ITEM), Struck(gpu)
+    block, stream = Pool(8 * MIB, cuda.Device()).alloc(ITEM), Struck(gpu, once_closed)
     block.record_stream(stream)
     if closed:
         stream.close()
@@ -468,18 +473,22 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_an_error_amid_that_question_does_not_hide_a_capture(gpu, use):
     pool, other = Pool(2 * MIB, cuda.Device()), Pool(2 * MIB, cuda.Device()).alloc(ITEM)
+    survived = 0
     for call in itertools.count(1):
         stream, block = Struck(gpu), pool.alloc(ITEM)
         gpu.drain()
         gpu.begin_capture(stream.handle_)
         stream.raise_in(call, MemoryError)
-        with contextlib.suppress(MemoryError):
+        try:
             USES[use](block, other, stream)
-            graph = graph_of(gpu, stream)
-            block.release()
-            gpu.drain()
-            assert pool.stats().pending_bytes == ITEM, call
-            gpu.destroy_graph(graph)
+        except MemoryError:
+            continue  # the caller has it
+        graph = graph_of(gpu, stream)
+        block.release()
+        gpu.drain()
+        assert pool.stats().pending_bytes == ITEM, call
+        gpu.destroy_graph(graph)
         if stream.calls < call:
             break
-    assert call > 2
+        survived += 1
+    assert survived

@@ -102,7 +102,7 @@ CANNOT_FAIL = {
     "the descriptor is closed whatever it says, and its lock goes with it": ("close", "flock"),
     "it does not return": ("__assert_fail",),
     "that it fails is the answer: there is a gap, another malloc, no torch, or no /proc": (
-        *("msync", "dlopen", "dlsym", "dladdr", "stat64"),
+        *("msync", "dlopen", "dlsym", "dladdr1", "stat64"),
     ),
     "a message to stderr, of what is wrong anyway": ("fprintf",),
 }

@@ -90,14 +90,12 @@ def test_file_new(tmp_path):
 
 
 def test_a_link_to_a_file_that_is_not_there_yet(tmp_path):
-    link, target = tmp_path / "current", tmp_path / "folder" / "today"
-    link.symlink_to("folder/today")
-    with pytest.raises(FileNotFoundError, match="today"):
+    link, target = tmp_path / "current", tmp_path / "today"
+    link.symlink_to("today")
+    with pytest.raises(FileNotFoundError, match="a link to a file that is not there"):
         File(link, "w+").region(PAGE)
-    target.parent.mkdir()
-    with pytest.raises(OSError, match="cannot reserve"):
-        File(link, "w+").region(1 << 60)
     assert link.is_symlink() and not target.exists()
+    target.touch()
     region = File(link, "w+").region(PAGE)
     assert os.path.samestat(target.stat(), os.fstat(region.fd))
 

@@ -112,7 +112,7 @@ def _advice(file: str | None, options: Options) -> list[str]:
 
 @contextmanager
 def _ends_of_children_seen() -> Iterator[bool]:
-    """Whether SIGCHLD is ignored otherwise: then nobody could wait for a child."""
+    """Let this process wait for children. Gives whether SIGCHLD was ignored, which forbids it."""
     ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
