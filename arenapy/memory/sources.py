@@ -605,20 +605,26 @@ class File:
             return region
 
     def _open(self, path: str | bytes, opened: list[vm.Descriptor]) -> vm.Descriptor:
-        if self.mode == "w+":
-            with suppress(FileExistsError):
-                return vm.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, opened=opened)
-        # Asked before opening: opening a FIFO would wait for a writer.
-        try:
-            kind = os.stat(path).st_mode
-        except FileNotFoundError as error:
-            if self.mode == "w+" and stat.S_ISLNK(os.lstat(path).st_mode):
-                error.strerror = "it is a link to a file that is not there; give that file's path"
-            raise
-        if not stat.S_ISREG(kind):
-            raise ValueError(f"{self.path!r} is not a regular file: only those can be mapped")
         flags = os.O_RDWR if self.mode in ("r+", "w+") else os.O_RDONLY
-        return vm.open_file(path, flags, opened=opened)
+        while True:
+            if self.mode == "w+":
+                with suppress(FileExistsError):
+                    return vm.open_file(path, flags | os.O_CREAT | os.O_EXCL, opened=opened)
+            try:
+                # Asked before opening: opening a FIFO would wait for a writer.
+                if not stat.S_ISREG(os.stat(path).st_mode):
+                    raise ValueError(
+                        f"{self.path!r} is not a regular file: only those can be mapped"
+                    )
+                return vm.open_file(path, flags, opened=opened)
+            except FileNotFoundError as error:
+                if self.mode != "w+":
+                    raise
+                if _leads_nowhere(path):
+                    error.strerror = (
+                        "it is a link to a file that is not there; give that file's path"
+                    )
+                    raise
 
     def _fitting(self, nbytes: int | None, size: int) -> int:
         """How many bytes of the `size` that there are to map."""
@@ -691,6 +697,17 @@ def _names(path: str | bytes, file: vm.Descriptor) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
+
+
+def _leads_nowhere(path: str | bytes) -> bool:
+    """Whether a path is that of a link to nothing. It is not if its file was removed meanwhile."""
+    link = False
+    try:
+        link = stat.S_ISLNK(os.lstat(path).st_mode)
+        os.stat(path)
+    except FileNotFoundError:
+        return link
+    return False
 
 
 def _has_hole(fd: int, nbytes: int) -> bool:

@@ -416,6 +416,21 @@ def test_a_file_that_its_maker_removes_is_made_again(tmp_path, monkeypatch):
     assert os.path.samestat(path.stat(), os.fstat(region.fd))
 
 
+def test_a_file_that_its_maker_removes_before_it_is_opened_is_made_again(tmp_path, monkeypatch):
+    path = tmp_path / "new"
+    path.touch()
+    asked = []
+
+    def found(*words, really=os.stat, **options):
+        if not asked:
+            asked.append(path.unlink())
+        return really(*words, **options)
+
+    monkeypatch.setattr(os, "stat", found)
+    region = File(path, "w+").region(PAGE)
+    assert asked and os.path.samestat(path.stat(), os.fstat(region.fd))
+
+
 def sparse(path, nbytes, written):
     """A file of holes, but for some bytes."""
     path.write_bytes(b"")
